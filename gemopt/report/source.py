@@ -1,9 +1,9 @@
 """An fx graph as one Python file that compiles and, where its ops are importable, runs.
 
-fx prints the body of ``forward``; what a reader needs besides it is added here: a header that says how the file was
-made, the imports behind the names in the body, definitions of size symbols that stand bare in arguments, and a module
-class that holds the constants and nested graphs the body refers to. Constants above ``MAX_LITERAL`` elements are not
-written out: the file makes random stand-ins of the same shape and dtype and says so.
+fx prints the body of ``forward``; what a reader needs besides it is added here: a header that says how the file
+was made, the imports behind the names in the body, definitions of size symbols that stand bare in arguments, and a
+module class that holds the constants and nested graphs the body refers to. Constants above ``MAX_LITERAL``
+elements are not written out: the file makes random stand-ins of the same shape and dtype and says so.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _INDENT = "    "
 
 
 def readable(gm: fx.GraphModule, title: str = "", class_name: str = "Graph") -> str:
-    """Python source of ``gm``: a file that defines ``class_name(torch.nn.Module)`` with the graph as its ``forward``.
+    """Python source of ``gm``: a file that defines ``class_name(torch.nn.Module)``, its ``forward`` the graph.
 
-    Always compiles. A graph fx cannot print as valid Python comes back as comments under a line that says why.
+    Always compiles. A graph fx cannot print as valid Python comes back as comments below a line that says why.
     """
     header = _header(gm, title, class_name)
     try:
@@ -32,7 +32,8 @@ def readable(gm: fx.GraphModule, title: str = "", class_name: str = "Graph") -> 
         compile(code, f"<{title or class_name}>", "exec")
     except Exception as error:
         body = "\n".join(f"# {line}" for line in str(gm.graph).splitlines())
-        return f"{header}#\n# This graph has no valid Python form ({type(error).__name__}: {_one_line(error)}).\n{body}\n"
+        why = f"{type(error).__name__}: {_one_line(error)}"
+        return f"{header}#\n# This graph has no valid Python form ({why}).\n{body}\n"
     return code
 
 
@@ -42,8 +43,9 @@ def _header(gm: fx.GraphModule, title: str, class_name: str) -> str:
     ops = sum(node.op.startswith("call") for node in gm.graph.nodes)
     what = _one_line(title) or class_name
     return (
-        f"# {what}: {ops} ops. Written by gemopt {__version__} from an fx graph under torch {torch.__version__}.\n"
-        "# Annotations give dtype and shape as traced; names such as s0 are symbolic sizes, u0 sizes known at run time.\n"
+        f"# {what}: {ops} ops. Written by gemopt {__version__} from an fx graph, torch {torch.__version__}.\n"
+        "# Annotations give dtype and shape as traced; s0 and the like are sizes of inputs, u0 and the like are\n"
+        "# sizes known at run time only.\n"
     )
 
 
@@ -128,7 +130,7 @@ def _fetch(gm: fx.GraphModule, target: str) -> Any:
 
 
 def _literal(value: Any) -> str:
-    """An expression that rebuilds an attribute, or a stand-in of the same shape that says what it stands for."""
+    """An expression that rebuilds an attribute, or a stand-in of the same shape that says so."""
     if not isinstance(value, torch.Tensor):
         simple = isinstance(value, int | float | bool | str | type(None))
         return repr(value) if simple else f"None  # a {type(value).__name__}, not written out"

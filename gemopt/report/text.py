@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from gemopt.report.values import Change, Rejection, Rewrite
 
 if TYPE_CHECKING:
-    from gemopt.report.collect import GraphReport, Report
+    from gemopt.report.collect import Report
+    from gemopt.report.graph import GraphReport
 
 WIDTH = 110
 _VERIFIED = {True: "verified", False: "FAILED VERIFICATION", None: "not verified on data"}
@@ -60,7 +61,7 @@ def headline(report: Report) -> str:
 
 
 def steps_text(packed: int, padded: dict[str, int]) -> str:
-    """``40 steps packed, 2 padded (fill 0.97: packing does not pay, 2 times)``, empty before the first step."""
+    """``40 steps packed, 2 padded (fill too high, 2 times)``, empty before the first step."""
     total = sum(padded.values())
     if not packed and not total:
         return ""

@@ -27,7 +27,7 @@ class Rewrite:
         after: what stands there now, in one line.
         assumptions: what has to hold at run time; a step that breaks one runs the padded graph.
         exactness: how the results relate (``exact``, ``same up to rounding``, ``same distribution``).
-        verified: the rewrite was compared with the original on generated inputs: passed, failed, or not compared.
+        verified: the rewrite was compared with the original on generated inputs: passed, failed, or not.
         reason: why it is worth it, and why it is legal.
     """
 
@@ -91,7 +91,7 @@ class Change(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """``before / after``: 2.0 means half is left. 1.0 when both are zero, infinite when nothing is left."""
+        """``before / after``: 2.0 means half is left. 1.0 if both are zero, infinite if nothing is left."""
         if self.after:
             return self.before / self.after
         return 1.0 if not self.before else float("inf")
@@ -140,7 +140,7 @@ class Cost:
         ]
         for symbol in sorted({str(s) for term in terms for s in term.free_symbols}):
             symbols.setdefault(symbol, "")
-        return cls(*terms, symbols=symbols)
+        return cls(**dict(zip(COST_TERMS, terms, strict=True)), symbols=symbols)
 
     def missing(self, values: Mapping[str, float]) -> list[str]:
         """Symbols the formulas use and ``values`` lacks."""
@@ -169,4 +169,4 @@ class Cost:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Cost:
-        return cls.of(*(data[name] for name in COST_TERMS), symbols=data.get("symbols"))
+        return cls.of(**{name: data[name] for name in COST_TERMS}, symbols=data.get("symbols"))

@@ -1,0 +1,181 @@
+"""The Dynamo backend: capture, pipeline, and the host that runs packed or padded.
+
+    Dynamo graph ── capture ── pipeline ──┬── None: the Dynamo graph itself goes to the inner compiler
+                                          └── Plan: prologue, packed graph; the padded graph only when first needed
+
+At run time the prologue computes the packed size and the assumption bits, the host reads them in one transfer, and
+``Plan.admit`` decides. The padded graph is the user's own, compiled as plain ``torch.compile`` would.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import threading
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch._dynamo.backends.registry import lookup_backend
+
+from gemopt import dynamo
+from gemopt.graph.capture import Captured, CaptureError, adopt_placeholder, capture
+from gemopt.recipe import Recipe
+
+Compiler = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
+
+
+def inner_compiler(name: str, mode: str | None = None, options: dict[str, Any] | None = None,
+                   dynamic: bool | None = True) -> Compiler:
+    """The inner compiler ``name`` with torch.compile's ``mode`` and ``options``, mapped as torch.compile maps them."""
+    if mode is not None and options is not None:
+        raise ValueError("mode, options: got both; allowed: one of them")
+    if name == "inductor":
+        return torch._TorchCompileInductorWrapper(mode or (None if options else "default"), options, dynamic)
+    if options or (mode and mode != "default"):
+        return torch._TorchCompileWrapper(name, mode, options, dynamic)
+    return lookup_backend(name)
+
+
+def load_pipeline(name: str) -> Callable[..., Any]:
+    """The pipeline called ``name`` in the entry point group ``gemopt.pipelines``.
+
+    Raises:
+        ValueError: there is none of that name; the message lists those there are.
+    """
+    points = {point.name: point for point in importlib.metadata.entry_points(group="gemopt.pipelines")}
+    if name in points:
+        return points[name].load()
+    if name == "default":  # a plain checkout has no metadata
+        from gemopt.passes import default_pipeline
+
+        return default_pipeline
+    raise ValueError(f"pipeline: got {name!r}; allowed: a callable or one of {sorted({'default', *points})}")
+
+
+class GemoptBackend:
+    """A backend for ``torch.compile``: ``backend(gm, example_inputs) -> callable``.
+
+    Args:
+        recipe: what to do.
+        report: collects what was done; one GraphReport for every graph Dynamo hands over.
+        mode, options: torch.compile's, for the inner compiler.
+        dynamic: what the frames are compiled with.
+    """
+
+    compiler_name = "gemopt"
+
+    def __init__(self, recipe: Recipe, report: Any, *, mode: str | None = None,
+                 options: dict[str, Any] | None = None, dynamic: bool | None = True) -> None:
+        self.recipe = recipe
+        self.report = report
+        self.dynamic = dynamic
+        self.inner = inner_compiler(recipe.inner, mode, options, dynamic)
+        self.pipeline = load_pipeline(recipe.pipeline) if isinstance(recipe.pipeline, str) else recipe.pipeline
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        graph_report = self.report.new_graph()
+        planned = self._plan(gm, example_inputs, graph_report)
+        if planned is None:
+            return self.inner(gm, example_inputs)
+        captured, plan = planned
+        return self._compile_plan(gm, captured, plan, graph_report)
+
+    def get_compiler_config(self) -> Any:
+        """What ``compiled.get_compiler_config()`` shows: the inner compiler's configuration."""
+        get = getattr(self.inner, "get_compiler_config", None)
+        return get() if get is not None else None
+
+    def reset(self) -> None:
+        """Called by ``torch.compiler.reset()``."""
+        getattr(self.inner, "reset", lambda: None)()
+
+    # ------------------------------------------------------------------------------------------------ compile time
+
+    def _plan(self, gm: fx.GraphModule, example_inputs: list[Any], report: Any) -> tuple[Captured, Any] | None:
+        try:
+            captured = capture(gm, example_inputs)
+            plan = self.pipeline(captured, self.recipe, report)
+        except CaptureError as error:
+            report.reject(site="graph", rule="capture", reason=str(error), hint="the graph runs as under torch.compile")
+            return None
+        except Exception as error:
+            if self.recipe.strict:
+                raise
+            reason = traceback.format_exception_only(error)[-1].strip()
+            report.reject(site="graph", rule="internal error", reason=reason,
+                          hint="the graph runs as under torch.compile; strict=True raises this error")
+            warnings.warn(f"gemopt: internal error, the graph runs as under torch.compile: {reason}", stacklevel=2)
+            return None
+        return None if plan is None else (captured, plan)
+
+    def _compile_plan(self, gm: fx.GraphModule, captured: Captured, plan: Any, report: Any) -> Callable[..., Any]:
+        prologue = self._compile_prologue(captured, plan)
+        adopt(plan.packed, gm)
+        packed = self.inner(plan.packed, [*captured.example_inputs, *plan.extra_examples])
+        return Host(prologue, packed, LazyPadded(gm, self.inner), plan, report)
+
+    def _compile_prologue(self, captured: Captured, plan: Any) -> Callable[..., Any]:
+        if self.recipe.inner != "inductor":
+            return plan.prologue
+        with torch.no_grad():
+            return self.inner(plan.prologue, list(captured.example_inputs))
+
+
+def adopt(gm: fx.GraphModule, dynamo_gm: fx.GraphModule) -> None:
+    """Make ``gm`` known to AOTAutograd as a graph of Dynamo's: compile id, sources, static inputs (weights)."""
+    theirs = dynamo_gm.graph.find_nodes(op="placeholder")
+    mine = gm.graph.find_nodes(op="placeholder")
+    for i, node in enumerate(mine):
+        adopt_placeholder(node, theirs[i] if i < len(theirs) else None)
+    for key in ("dynamo_compile_id", "dynamo_flat_name_to_original_fqn"):
+        if key in dynamo_gm.meta:
+            gm.meta[key] = dynamo_gm.meta[key]
+    gm._param_name_to_source = {}  # type: ignore[assignment]
+
+
+# ---------------------------------------------------------------------------------------------------- run time
+
+
+class Host:
+    """What Dynamo's generated code calls: prologue, one read, then the packed graph or the padded one."""
+
+    def __init__(self, prologue: Callable[..., Any], packed: Callable[..., Any], padded: Callable[..., Any],
+                 plan: Any, report: Any) -> None:
+        self._prologue = prologue
+        self._packed = packed
+        self._padded = padded
+        self._plan = plan
+        self._report = report
+
+    def __call__(self, *args: Any) -> Any:
+        plan = self._plan
+        with torch.no_grad():
+            stats, *tensors = self._prologue(*args)
+        read = stats.tolist()  # the only device-to-host read of the step
+        extra = plan.admit(read, tensors)
+        self._report.count_step(packed=extra is not None, stats=read, reason=plan.last_reason)
+        if extra is None:
+            return self._padded(*args)
+        return self._packed(*args, *extra)
+
+
+class LazyPadded:
+    """The user's graph as plain torch.compile would run it, compiled when a step first needs it."""
+
+    def __init__(self, gm: fx.GraphModule, inner: Compiler) -> None:
+        self._gm = gm
+        self._inner = inner
+        self._lock = threading.Lock()
+        self._compiled: Callable[..., Any] | None = None
+
+    def __call__(self, *args: Any) -> Any:
+        compiled = self._compiled
+        if compiled is None:
+            with self._lock:
+                if self._compiled is None:
+                    self._compiled = dynamo.optimize(self._gm.forward, self._inner, dynamic=True)
+                compiled = self._compiled
+        return compiled(*args)

@@ -1,8 +1,8 @@
 """What gemopt did to a model, what it left alone, and why.
 
-The compiler fills a :class:`Report` while it works and while the model runs; users read it, print it, or save
-it as JSON or as one self-contained HTML page. Every site the compiler looked at ends as a :class:`Rewrite` or as
-a :class:`Rejection`.
+The compiler fills a :class:`Report` while it works and while the model runs; users read it, print it,
+or save it as JSON or as one self-contained HTML page. Every site the compiler looked at ends as a
+:class:`Rewrite` or as a :class:`Rejection`.
 
 | file | what |
 |---|---|

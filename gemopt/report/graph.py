@@ -202,8 +202,8 @@ class GraphReport(Locked):
     def evaluate(self, *args: Any, **values: Any) -> tuple[Change, Change] | None:
         """FLOPs and bytes of one step, each before and after; ``None`` while no cost or no step is known.
 
-        Without arguments: at the last step seen. With keyword arguments that are symbols of the cost: at these
-        values (the last ones seen fill the gaps). With anything else: the arguments go to the graph's own
+        Without arguments: at the last step seen. With keyword arguments that are symbols of the cost: at
+        these values (the last ones seen fill the gaps). With anything else: the arguments go to the graph's own
         binding, which turns lengths into symbol values.
         """
         with self._lock:

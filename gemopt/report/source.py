@@ -1,9 +1,10 @@
 """An fx graph as one Python file that compiles and, where its ops are importable, runs.
 
-fx prints the body of ``forward``; what a reader needs besides it is added here: a header that says how the file
-was made, the imports behind the names in the body, definitions of size symbols that stand bare in arguments, and a
-module class that holds the constants and nested graphs the body refers to. Constants above ``MAX_LITERAL``
-elements are not written out: the file makes random stand-ins of the same shape and dtype and says so.
+fx prints the body of ``forward``; what a reader needs besides it is added here: a header that says how the
+file was made, the imports behind the names in the body, definitions of size symbols that stand bare in arguments,
+and a module class that holds the constants and nested graphs the body refers to. Constants above
+``MAX_LITERAL`` elements are not written out: the file makes random stand-ins of the same shape and dtype and
+says so.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ _INDENT = "    "
 
 
 def readable(gm: fx.GraphModule, title: str = "", class_name: str = "Graph") -> str:
-    """Python source of ``gm``: a file that defines ``class_name(torch.nn.Module)``, its ``forward`` the graph.
+    """Python source of ``gm``: a file that defines ``class_name(torch.nn.Module)`` around the graph.
 
-    Always compiles. A graph fx cannot print as valid Python comes back as comments below a line that says why.
+    Always compiles. A graph fx cannot print as valid Python comes back as comments and a reason.
     """
     header = _header(gm, title, class_name)
     try:
@@ -44,8 +45,8 @@ def _header(gm: fx.GraphModule, title: str, class_name: str) -> str:
     what = _one_line(title) or class_name
     return (
         f"# {what}: {ops} ops. Written by gemopt {__version__} from an fx graph, torch {torch.__version__}.\n"
-        "# Annotations give dtype and shape as traced; s0 and the like are sizes of inputs, u0 and the like are\n"
-        "# sizes known at run time only.\n"
+        "# Annotations give dtype and shape as traced; s0 and its like are sizes of inputs,\n"
+        "# u0 and its like sizes known at run time only.\n"
     )
 
 

@@ -1,0 +1,60 @@
+"""Shared by all tests: no state of torch.compile survives a test, and no cache survives the run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+
+# Before torch is imported anywhere: compiled artifacts of this run stay in one temporary folder, which the workers of
+# xdist inherit through the environment.
+_OWNS_CACHE = "GEMOPT_TEST_CACHE" not in os.environ
+if _OWNS_CACHE:
+    os.environ["GEMOPT_TEST_CACHE"] = tempfile.mkdtemp(prefix="gemopt-test-")
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(os.environ["GEMOPT_TEST_CACHE"], "inductor")
+os.environ["TRITON_CACHE_DIR"] = os.path.join(os.environ["GEMOPT_TEST_CACHE"], "triton")
+
+import hypothesis  # noqa: E402
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+_NOISY = [hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large]
+hypothesis.settings.register_profile("dev", deadline=None, max_examples=30, suppress_health_check=_NOISY)
+hypothesis.settings.register_profile(
+    "ci", deadline=None, max_examples=15, derandomize=True, database=None, suppress_health_check=_NOISY
+)
+hypothesis.settings.register_profile("deep", deadline=None, max_examples=500, suppress_health_check=_NOISY)
+hypothesis.settings.load_profile(
+    os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev")
+)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if os.environ.get("PYTEST_XDIST_WORKER"):
+        torch.set_num_threads(1)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if _OWNS_CACHE and not os.environ.get("PYTEST_XDIST_WORKER"):
+        shutil.rmtree(os.environ["GEMOPT_TEST_CACHE"], ignore_errors=True)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_torch() -> Iterator[None]:
+    """Same seed for every test; grad mode, default dtype and Dynamo's caches as at the start."""
+    torch.manual_seed(0)
+    dtype, grad = torch.get_default_dtype(), torch.is_grad_enabled()
+    yield
+    torch.set_default_dtype(dtype)
+    torch.set_grad_enabled(grad)
+    torch._dynamo.reset()

@@ -1,0 +1,1 @@
+"""Kernels behind `gemopt.ops`: `cpu` (grouped dense batches) and `triton`."""

@@ -1,0 +1,15 @@
+"""Custom ops on packed sequences: `[T, ...]` rows plus `[B + 1]` offsets.
+
+| op | |
+|---|---|
+| `pack`, `unpack` | padded rows to packed rows and back |
+| `segment_sum` | one sum per sequence |
+| `jagged_attention` | softmax attention inside each sequence |
+
+All are functional, have fakes for compilation with symbolic sizes, and explicit backward ops.
+"""
+from gemopt.ops.attention import jagged_attention
+from gemopt.ops.packing import pack, unpack
+from gemopt.ops.segments import segment_sum
+
+__all__ = ["jagged_attention", "pack", "segment_sum", "unpack"]

@@ -1,0 +1,205 @@
+"""jagged_attention: softmax(scale·QKᵀ)V inside each sequence of a packed batch.
+
+For sequence b with queries i and keys j (rows counted from the sequence's start):
+
+    out[i] = Σ_j w_ij v_j,   w_ij = drop_ij · exp(scale·q_i·k_j) / Σ_visible exp(scale·q_i·k_j)
+
+over the keys that query i sees; a query that sees none (or whose sequence has no keys) gives 0 and has no gradient. The
+forward also returns the log of the denominator, from which the backward recomputes the weights (Dao et al.,
+"FlashAttention", 2022). The backward is an op of its own, so that a compiled graph holds one node per direction.
+"""
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gemopt.kernels.spec import AttentionSpec
+from gemopt.ops.checks import check, check_index, check_same_device, check_tensor, same_size
+from gemopt.ops.dispatch import attention_kernels
+from gemopt.ops.naming import op_name
+
+_SPEC_SCHEMA = (
+    "Tensor q_offsets, Tensor k_offsets, SymInt max_q, SymInt max_k, float scale, bool causal, bool bottom_right, "
+    "int window_left, int window_right, Tensor? q_positions, Tensor? k_positions, float dropout_p, Tensor? seed"
+)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def _spec(args: tuple[Any, ...]) -> AttentionSpec:
+    q_offsets, k_offsets, max_q, max_k, scale, causal, bottom_right, left, right, q_pos, k_pos, p, seed = args
+    return AttentionSpec(q_offsets, k_offsets, max_q, max_k, scale, causal, bottom_right, (left, right), q_pos, k_pos,
+                         p, seed)
+
+
+def _lse_dtype(q: Tensor) -> torch.dtype:
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+@torch.library.custom_op(
+    op_name("jagged_attention"), mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor v, {_SPEC_SCHEMA}) -> (Tensor, Tensor)")
+def _attention(q: Tensor, k: Tensor, v: Tensor, *spec: Any) -> tuple[Tensor, Tensor]:
+    _check_sizes(q, k, v, spec[9], spec[10])
+    forward, _ = attention_kernels(q)
+    return forward(q, k, v, _spec(spec))
+
+
+@_attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *spec: Any) -> tuple[Tensor, Tensor]:
+    rows, heads, _ = q.shape
+    return q.new_empty((rows, heads, v.shape[2])), q.new_empty((rows, heads), dtype=_lse_dtype(q))
+
+
+@torch.library.custom_op(
+    op_name("jagged_attention_backward"), mutates_args=(),
+    schema=f"(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_SPEC_SCHEMA}) "
+           "-> (Tensor, Tensor, Tensor)")
+def _attention_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *spec: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    _, backward = attention_kernels(q)
+    return backward(dout, q, k, v, out, lse, _spec(spec))
+
+
+@_attention_backward.register_fake
+def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, q_offsets, k_offsets, *numbers, q_pos, k_pos, p, seed = inputs
+    ctx.save_for_backward(q, k, v, *output, q_offsets, k_offsets, q_pos, k_pos, seed)
+    ctx.numbers, ctx.p = numbers, p
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+    rest = (None,) * 13
+    if dout is None:
+        return (None, None, None, *rest)
+    q, k, v, out, lse, q_offsets, k_offsets, q_pos, k_pos, seed = ctx.saved_tensors
+    grads = _attention_backward(
+        dout, q, k, v, out, lse, q_offsets, k_offsets, *ctx.numbers, q_pos, k_pos, ctx.p, seed)
+    needed = (g if n else None for g, n in zip(grads, ctx.needs_input_grad, strict=False))
+    return (*needed, *rest)
+
+
+def _no_double_backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+    raise RuntimeError("gemopt.ops.jagged_attention can be differentiated once; its gradient has no gradient. "
+                       "Use gemopt.ops.reference.jagged_attention for second derivatives.")
+
+
+_attention.register_autograd(_backward, setup_context=_setup)
+_attention_backward.register_autograd(_no_double_backward)
+
+
+def _check_sizes(q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor | None, k_pos: Tensor | None) -> None:
+    """Sizes against each other, as far as they are plain ints: all of them when the kernel runs."""
+    op = "jagged_attention"
+    check(same_size(k.shape[0], v.shape[0]),
+          lambda: f"{op}: k has {k.shape[0]} rows but v has {v.shape[0]}")
+    check(same_size(k.shape[1], v.shape[1]),
+          lambda: f"{op}: k has {k.shape[1]} heads but v has {v.shape[1]}")
+    check(same_size(q.shape[2], k.shape[2]),
+          lambda: f"{op}: q has head_dim {q.shape[2]} but k has {k.shape[2]}")
+    h, h_kv = q.shape[1], k.shape[1]
+    check(not (type(h) is int and type(h_kv) is int) or (h_kv > 0 and h % h_kv == 0),
+          lambda: f"{op}: the heads of q must be a multiple of the heads of k, got {h} and {h_kv}")
+    for name, pos, of, rows in (("q_positions", q_pos, "q", q), ("k_positions", k_pos, "k", k)):
+        check(pos is None or same_size(pos.shape[0], rows.shape[0]),
+              lambda name=name, pos=pos, of=of, rows=rows:  # type: ignore[misc]
+              f"{op}: {name} has {pos.shape[0]} rows but {of} has {rows.shape[0]}")
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, k_offsets: Tensor,
+                   q_pos: Tensor | None, k_pos: Tensor | None) -> None:
+    op = "jagged_attention"
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_tensor(op, name, x)
+        check(x.dim() == 3, lambda name=name, x=x: f"{op}: {name} must be [rows, heads, head_dim], got {x.dim()}-D")  # type: ignore[misc]
+        check(x.dtype in DTYPES, lambda name=name, x=x: f"{op}: {name} must be floating (fp64, fp32, bf16, fp16), got {x.dtype}")  # type: ignore[misc]
+        check(x.dtype == q.dtype, lambda name=name, x=x: f"{op}: {name} is {x.dtype} but q is {q.dtype}")  # type: ignore[misc]
+    others = [("k", k), ("v", v)]
+    for name, offsets in (("q_offsets", q_offsets), ("k_offsets", k_offsets)):
+        check_index(op, name, offsets)
+        others.append((name, offsets))
+    for name, pos in (("q_positions", q_pos), ("k_positions", k_pos)):
+        if pos is not None:
+            check_index(op, name, pos)
+            others.append((name, pos))
+    for name, x in others:
+        check_same_device(op, name, x, "q", q)
+    check(same_size(q_offsets.shape[0], k_offsets.shape[0]),
+          lambda: f"{op}: q_offsets has {q_offsets.shape[0]} elements but k_offsets has {k_offsets.shape[0]}")
+
+
+def jagged_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_offsets: Tensor,
+    k_offsets: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    causal_align: str = "top_left",
+    window: tuple[int, int] = (-1, -1),
+    q_positions: Tensor | None = None,
+    k_positions: Tensor | None = None,
+    dropout_p: float = 0.0,
+    seed: Tensor | None = None,
+) -> Tensor:
+    """Softmax attention within each sequence of a packed batch, `[Tq, H, Dv]`.
+
+    Args:
+        q: `[Tq, H, D]`, fp64, fp32, bf16 or fp16.
+        k: `[Tk, Hkv, D]`; H is a multiple of Hkv, and query head h reads key head `h // (H / Hkv)`.
+        v: `[Tk, Hkv, Dv]`.
+        q_offsets, k_offsets: int32 or int64 `[B + 1]`, from 0, not decreasing; sequence b owns rows
+            `offsets[b] : offsets[b + 1]`. Rows after the last offset belong to nobody: output and gradient 0.
+        max_q, max_k: bounds on the lengths, from padded shapes. They size launches; a longer sequence is still right.
+        scale: factor of QKᵀ; default `1 / sqrt(D)`.
+        causal: query i sees key j only if `pos(j) <= pos(i)`.
+        causal_align: "top_left" counts positions from both starts; "bottom_right" aligns the ends, so that
+            `pos(i) = i + len_k - len_q`. It shifts the window as well.
+        window: `(left, right)`: only keys with `pos(i) - left <= pos(j) <= pos(i) + right`; -1 is unlimited.
+        q_positions, k_positions: int32 or int64 `[Tq]`, `[Tk]`, positions in place of the row numbers, for masks with
+            holes and pruned queries. A missing one counts rows.
+        dropout_p: probability of dropping a weight; the others are multiplied by `1 / (1 - dropout_p)`.
+        seed: int64, one element, needed when `dropout_p > 0`. Equal seeds drop equal weights (`gemopt.ops.dropout`).
+    Raises:
+        ValueError, TypeError: arguments of wrong rank, size, dtype, device or value; on the CPU also offsets that
+            decrease or pass the rows.
+    """
+    op = "jagged_attention"
+    _check_tensors(q, k, v, q_offsets, k_offsets, q_positions, k_positions)
+    _check_sizes(q, k, v, q_positions, k_positions)
+    check(causal_align in ("top_left", "bottom_right"),
+          lambda: f'{op}: causal_align must be "top_left" or "bottom_right", got {causal_align!r}')
+    bottom_right = causal_align == "bottom_right"
+    check(not bottom_right or (q_positions is None and k_positions is None),
+          lambda: f'{op}: causal_align must be "top_left" when positions are given, got {causal_align!r}')
+    check(len(window) == 2 and all(type(w) is int and w >= -1 for w in window),
+          lambda: f"{op}: window must be two ints of at least -1, got {window!r}")
+    check(0.0 <= dropout_p <= 1.0, lambda: f"{op}: dropout_p must be in [0, 1], got {dropout_p}")
+    if dropout_p > 0.0:
+        check(seed is not None, f"{op}: seed must be given when dropout_p > 0")
+        check_tensor(op, "seed", seed)
+        assert seed is not None
+        check(seed.dtype == torch.int64 and seed.dim() <= 1 and same_size(seed.numel(), 1),
+              lambda: f"{op}: seed must be one int64 element, got {seed.dtype} {list(seed.shape)}")
+        check_same_device(op, "seed", seed, "q", q)
+    if scale is None:
+        check(q.shape[2] > 0, f"{op}: head_dim must be at least 1 when scale is not given, got 0")
+        scale = 1.0 / math.sqrt(q.shape[2])
+    out, _ = _attention(q, k, v, q_offsets, k_offsets, max_q, max_k, float(scale), bool(causal), bottom_right,
+                        window[0], window[1], q_positions, k_positions, float(dropout_p),
+                        seed if dropout_p > 0.0 else None)
+    return out
+
+
+jagged_attention.__module__ = "gemopt.ops"

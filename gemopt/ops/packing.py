@@ -1,0 +1,107 @@
+"""pack and unpack: move rows between the padded and the packed layout.
+
+    pack(x, index)[t]            = x[index[t]]
+    unpack(values, index, n)[i]  = values[t] if index[t] == i else fill
+
+`index` holds distinct rows in ascending order, so the two are inverse on those rows and each is the other's backward:
+no atomics, deterministic, one read and one write per element. Both are differentiable any number of times.
+"""
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gemopt.ops.checks import check, check_index, check_same_device, check_tensor, same_size
+from gemopt.ops.naming import op_name
+
+
+@torch.library.custom_op(op_name("pack"), mutates_args=(), schema="(Tensor x, Tensor index) -> Tensor")
+def _pack(x: Tensor, index: Tensor) -> Tensor:
+    return x.index_select(0, index)
+
+
+@_pack.register_fake
+def _(x: Tensor, index: Tensor) -> Tensor:
+    return x.new_empty((index.shape[0], *x.shape[1:]))
+
+
+@torch.library.custom_op(
+    op_name("unpack"), mutates_args=(), schema="(Tensor values, Tensor index, SymInt rows, float fill) -> Tensor")
+def _unpack(values: Tensor, index: Tensor, rows: int, fill: float) -> Tensor:
+    check(values.shape[0] == index.shape[0],
+          lambda: f"unpack: values has {values.shape[0]} rows but index has {index.shape[0]}")
+    out = values.new_full((rows, *values.shape[1:]), fill)
+    return out.index_copy_(0, index, values)
+
+
+@_unpack.register_fake
+def _(values: Tensor, index: Tensor, rows: int, fill: float) -> Tensor:
+    return values.new_empty((rows, *values.shape[1:]))
+
+
+def _pack_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, index = inputs
+    ctx.save_for_backward(index)
+    ctx.rows = x.shape[0]
+
+
+def _pack_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    (index,) = ctx.saved_tensors
+    return _unpack(grad, index, ctx.rows, 0.0), None
+
+
+def _unpack_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[1])
+
+
+def _unpack_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    (index,) = ctx.saved_tensors
+    return _pack(grad, index), None, None, None
+
+
+_pack.register_autograd(_pack_backward, setup_context=_pack_setup)
+_unpack.register_autograd(_unpack_backward, setup_context=_unpack_setup)
+
+
+def pack(x: Tensor, index: Tensor) -> Tensor:
+    """The rows of `x` that `index` names, `[T, ...]`.
+
+    Args:
+        x: `[N, ...]`, any dtype.
+        index: int64 `[T]`, distinct, ascending, in `[0, N)`.
+    Raises:
+        ValueError, TypeError: wrong rank, dtype or device.
+    """
+    check_tensor("pack", "x", x)
+    check_index("pack", "index", index, (torch.int64,))
+    check(x.dim() >= 1, "pack: x must have at least one dim, got 0-D")
+    check_same_device("pack", "index", index, "x", x)
+    return _pack(x, index)
+
+
+def unpack(values: Tensor, index: Tensor, rows: int, fill: float = 0.0) -> Tensor:
+    """`[rows, ...]` with `values[t]` at row `index[t]` and `fill` in every other row.
+
+    Args:
+        values: `[T, ...]`, any dtype.
+        index: int64 `[T]`, distinct, ascending, in `[0, rows)`.
+        rows: number of rows of the result; may be symbolic.
+        fill: value of the other rows; finite unless `values` is floating.
+    Raises:
+        ValueError, TypeError: wrong rank, size, dtype or device.
+    """
+    check_tensor("unpack", "values", values)
+    check_index("unpack", "index", index, (torch.int64,))
+    check(values.dim() >= 1, "unpack: values must have at least one dim, got 0-D")
+    check_same_device("unpack", "index", index, "values", values)
+    check(same_size(values.shape[0], index.shape[0]),
+          lambda: f"unpack: values has {values.shape[0]} rows but index has {index.shape[0]}")
+    check(type(rows) is not int or rows >= 0, lambda: f"unpack: rows must be at least 0, got {rows}")
+    check(values.dtype.is_floating_point or values.dtype.is_complex or math.isfinite(fill),
+          lambda: f"unpack: fill must be finite for {values.dtype}, got {fill}")
+    return _unpack(values, index, rows, float(fill))
+
+
+for _public in (pack, unpack):
+    _public.__module__ = "gemopt.ops"  # where users and printed graphs find them

@@ -203,8 +203,8 @@ class GraphReport(Locked):
         """FLOPs and bytes of one step, each before and after; ``None`` while no cost or no step is known.
 
         Without arguments: at the last step seen. With keyword arguments that are symbols of the cost: at
-        these values (the last ones seen fill the gaps). With anything else: the arguments go to the graph's own
-        binding, which turns lengths into symbol values.
+        these values (the last ones seen fill the gaps). With anything else: the arguments go to the graph's
+        own binding, which turns lengths into symbol values.
         """
         with self._lock:
             cost, bind, at = self.cost, self._bind, dict(self.last)

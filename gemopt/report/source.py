@@ -1,8 +1,8 @@
 """An fx graph as one Python file that compiles and, where its ops are importable, runs.
 
 fx prints the body of ``forward``; what a reader needs besides it is added here: a header that says how the
-file was made, the imports behind the names in the body, definitions of size symbols that stand bare in arguments,
-and a module class that holds the constants and nested graphs the body refers to. Constants above
+file was made, the imports behind the names in the body, definitions of size symbols that stand bare in
+arguments, and a module class that holds the constants and nested graphs the body refers to. Constants above
 ``MAX_LITERAL`` elements are not written out: the file makes random stand-ins of the same shape and dtype and
 says so.
 """

@@ -19,6 +19,7 @@ from torch import fx
 
 MAX_LITERAL = 64
 _INDENT = "    "
+_NO_TRACE = "# No stacktrace found for following nodes"
 
 
 def readable(gm: fx.GraphModule, title: str = "", class_name: str = "Graph") -> str:
@@ -83,7 +84,7 @@ def _module_class(gm: fx.GraphModule, class_name: str, imports: dict[str, str]) 
 
 
 def _forward(graph: fx.Graph, source: str) -> list[str]:
-    lines = [line.rstrip() for line in source.strip("\n").splitlines()]
+    lines = [line.rstrip() for line in source.strip("\n").splitlines() if _NO_TRACE not in line]
     while lines and not lines[-1].strip():
         lines.pop()
     definitions = _symbol_definitions(graph)

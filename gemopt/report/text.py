@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterator
 from importlib import metadata
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from gemopt.report.values import Change, Rejection, Rewrite
 
@@ -69,73 +69,104 @@ def steps_text(packed: int, padded: dict[str, int]) -> str:
     return f"{_count(packed, 'step')} packed, {total} padded" + (f" ({why})" if why else "")
 
 
-def plain(report: Report) -> str:
-    """The whole report as plain text, graph sources left out."""
-    lines = [f"gemopt{f' on {report.title}' if report.title else ''}: {headline(report)}"]
+class Line(NamedTuple):
+    """One paragraph of the report, before it is wrapped."""
+
+    text: str
+    indent: int = 0
+    style: str = ""
+
+
+def lines(report: Report) -> Iterator[Line]:
+    """The whole report, graph sources left out."""
+    yield Line(f"gemopt{f' on {report.title}' if report.title else ''}: {headline(report)}", style="bold")
     if not len(report):
-        lines.append(
-            "  Nothing has been compiled yet: call the model once, or use gemopt.explain(model, *inputs)."
+        yield Line(
+            "Nothing has been compiled yet: call the model once, or use gemopt.explain(model, *inputs).", 2
         )
     for graph in report:
-        lines += ["", *_graph_lines(graph)]
-    return "\n".join(lines)
+        yield Line("")
+        yield from _graph_lines(graph)
 
 
-def _graph_lines(graph: GraphReport) -> list[str]:
-    lines = [f"{graph.name} ({graph.mode})"]
+def _graph_lines(graph: GraphReport) -> Iterator[Line]:
+    yield Line(f"{graph.name} ({graph.mode})", style="bold cyan")
     sentence = graph.plain_sentence()
     if sentence:
-        lines += _wrap(sentence, "  ")
+        yield Line(sentence, 2)
     steps = steps_text(graph.steps_packed, graph.steps_padded)
     if steps:
-        lines += _wrap(steps, "  ")
+        yield Line(steps, 2)
     changes = graph.evaluate()
     if changes:
         at = ", ".join(f"{k}={_number(v)}" for k, v in graph.last.items())
-        lines += _wrap(
-            f"one step: {change_text(changes[0], 'FLOP')}, {change_text(changes[1], 'B')} at {at}", "  "
-        )
+        flops, moved = change_text(changes[0], "FLOP"), change_text(changes[1], "B")
+        yield Line(f"one step: {flops}, {moved}" + (f" at {at}" if at else ""), 2)
     for name, description in graph.row_sets.items():
-        lines += _wrap(f"rows {name}: {description}", "  ")
+        yield Line(f"rows {name}: {description}", 2)
     if graph.rewrites:
-        lines.append("  rewritten")
-        lines += [line for r in graph.rewrites for line in _rewrite_lines(r)]
+        yield Line("rewritten", 2, "bold green")
+        for rewrite in graph.rewrites:
+            yield from _rewrite_lines(rewrite)
     if graph.rejections:
-        lines.append("  left alone")
-        lines += [line for r in graph.rejections for line in _rejection_lines(r)]
+        yield Line("left alone", 2, "bold yellow")
+        for rejection in graph.rejections:
+            yield from _rejection_lines(rejection)
     if graph.graphs:
-        lines.append(f"  graphs kept after: {', '.join(graph.graphs)}")
-    return lines
+        yield Line(f"graphs kept after: {', '.join(graph.graphs)}", 2, "dim")
 
 
-def _rewrite_lines(r: Rewrite) -> list[str]:
-    lines = [_title(r.site, r.rule + (f" -> {r.kernel}" if r.kernel else ""), r.source)]
+def _rewrite_lines(r: Rewrite) -> Iterator[Line]:
+    yield _title(r.site, r.rule + (f" -> {r.kernel}" if r.kernel else ""), r.source)
     if r.before or r.after:
-        lines += _wrap(f"{r.before} => {r.after}", "      ")
+        yield Line(f"{r.before} => {r.after}", 6)
     if r.reason:
-        lines += _wrap(r.reason, "      ")
+        yield Line(r.reason, 6)
     for assumption in r.assumptions:
-        lines += _wrap(f"assumes: {assumption}", "      ")
-    lines += _wrap(", ".join(filter(None, [r.exactness, _VERIFIED[r.verified]])), "      ")
-    return lines
+        yield Line(f"assumes: {assumption}", 6)
+    style = "bold red" if r.verified is False else "dim"
+    yield Line(", ".join(filter(None, [r.exactness, _VERIFIED[r.verified]])), 6, style)
 
 
-def _rejection_lines(r: Rejection) -> list[str]:
-    lines = [_title(r.site, r.rule, r.source)]
-    lines += _wrap(r.reason + (f" [node {r.node}]" if r.node else ""), "      ")
+def _rejection_lines(r: Rejection) -> Iterator[Line]:
+    yield _title(r.site, r.rule, r.source)
+    yield Line(r.reason + (f" [node {r.node}]" if r.node else ""), 6)
     if r.hint:
-        lines += _wrap(f"hint: {r.hint}", "      ")
-    return lines
+        yield Line(f"hint: {r.hint}", 6, "yellow")
 
 
-def _title(site: str, what: str, source: str) -> str:
-    return "    " + "  ".join(filter(None, [site, what, source and f"({source})"]))
+def _title(site: str, what: str, source: str) -> Line:
+    return Line("  ".join(filter(None, [site, what, source and f"({source})"])), 4, "bold")
 
 
-def _wrap(text: str, indent: str) -> Iterable[str]:
-    return textwrap.wrap(
-        text, WIDTH, initial_indent=indent, subsequent_indent=indent + "  ", break_long_words=False
+def wrapped(line: Line, width: int) -> str:
+    indent = " " * line.indent
+    return textwrap.fill(
+        line.text,
+        max(width, line.indent + 20),
+        initial_indent=indent,
+        subsequent_indent=indent + "  ",
+        break_long_words=False,
+        break_on_hyphens=False,
     )
+
+
+def plain(report: Report) -> str:
+    """The whole report as plain text."""
+    return "\n".join(wrapped(line, WIDTH) for line in lines(report))
+
+
+def show(report: Report) -> None:
+    """Print to the terminal, in its width and with styles; plain where rich is not installed."""
+    try:
+        from rich.console import Console
+        from rich.text import Text
+    except ImportError:
+        print(plain(report))
+        return
+    console = Console(soft_wrap=True)
+    for line in lines(report):
+        console.print(Text(wrapped(line, min(console.width, WIDTH)), style=line.style))
 
 
 def _count(n: int, noun: str) -> str:
@@ -144,52 +175,3 @@ def _count(n: int, noun: str) -> str:
 
 def _number(value: float) -> str:
     return str(int(value)) if float(value).is_integer() else f"{value:.4g}"
-
-
-def show(report: Report) -> None:
-    """Print to the terminal: tables through rich, or the plain text where rich is not installed."""
-    try:
-        from rich.console import Console
-        from rich.markup import escape
-        from rich.table import Table
-    except ImportError:
-        print(plain(report))
-        return
-    console = Console()
-    console.print(
-        f"[bold]gemopt{escape(f' on {report.title}') if report.title else ''}[/]: {headline(report)}"
-    )
-    if not len(report):
-        console.print(
-            "Nothing has been compiled yet: call the model once, or use gemopt.explain(model, *inputs)."
-        )
-    for graph in report:
-        console.rule(f"{escape(graph.name)} ({graph.mode})", align="left")
-        for line in _graph_notes(graph):
-            console.print(escape(line))
-        if graph.rewrites:
-            table = Table(
-                "site", "rule", "kernel", "source", "assumes", "exactness", "verified", title="rewritten"
-            )
-            for r in graph.rewrites:
-                cells = [r.site, r.rule, r.kernel or "", r.source, "\n".join(r.assumptions), r.exactness]
-                table.add_row(
-                    *map(escape, cells), {True: "yes", False: "[red]FAILED[/]", None: "-"}[r.verified]
-                )
-            console.print(table)
-        if graph.rejections:
-            table = Table("site", "rule", "source", "reason", "hint", title="left alone")
-            for rejection in graph.rejections:
-                cells = [rejection.site, rejection.rule, rejection.source, rejection.reason, rejection.hint]
-                table.add_row(*map(escape, cells))
-            console.print(table)
-
-
-def _graph_notes(graph: GraphReport) -> list[str]:
-    """The sentences of a graph that stand above its tables."""
-    notes = [graph.plain_sentence() or "", steps_text(graph.steps_packed, graph.steps_padded)]
-    changes = graph.evaluate()
-    if changes:
-        notes.append(f"one step: {change_text(changes[0], 'FLOP')}, {change_text(changes[1], 'B')}")
-    notes += [f"rows {name}: {description}" for name, description in graph.row_sets.items()]
-    return [note for note in notes if note]

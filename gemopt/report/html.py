@@ -6,6 +6,7 @@ What is drawn is computed here (bars, diffs between passes) and laid out by ``te
 from __future__ import annotations
 
 import difflib
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 MAX_DIFF_LINES = 2000
 BAR_WIDTH = 420
+_NOT_THE_GRAPH = ("#", "class ", "import ", "from ", "inf = ", "nan = ", "NoneType = ")
 
 
 class DiffLine(NamedTuple):
@@ -125,7 +127,8 @@ def pass_views(graph: GraphReport) -> list[PassView]:
     previous: str | None = None
     for name, code in graph.graphs.items():
         diff = _diff(previous, code) if previous is not None else ()
-        ops = sum(" = " in line and not line.lstrip().startswith("#") for line in code.splitlines())
+        count = re.search(r"(\d+) ops", code.partition("\n")[0])
+        ops = int(count.group(1)) if count else 0
         added, removed = (sum(line.kind == kind for line in diff) for kind in ("add", "del"))
         views.append(PassView(name, code, ops, diff, added, removed))
         previous = code
@@ -147,9 +150,9 @@ def _diff(before: str, after: str) -> tuple[DiffLine, ...]:
 
 
 def _comparable(code: str) -> list[str]:
-    """Lines of the graph itself: no header, no class name, no ``;  x = None`` that frees values."""
+    """Lines of the graph itself: no header, imports or class name, no ``;  x = None`` that frees values."""
     lines = [line.split(";  ")[0] for line in code.splitlines()]
-    return [line for line in lines if line and not line.startswith(("#", "class "))]
+    return [line for line in lines if line and not line.startswith(_NOT_THE_GRAPH)]
 
 
 def _number(value: float) -> str:

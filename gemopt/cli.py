@@ -1,7 +1,8 @@
 """The command line: ``gemopt inspect | verify | train | version``.
 
-``MODULE:CALLABLE`` names a function without arguments that returns ``(model, inputs)``: a module or a function, and
-the tuple of its positional arguments (a dict is taken as keyword arguments, a lone tensor as the only argument).
+``MODULE:CALLABLE`` names a function without arguments that returns ``(model, inputs)``: a module or a
+function, and the tuple of its positional arguments (a dict is taken as keyword arguments, a lone tensor as the
+only one).
 ``MODULE`` is importable from the current folder, or the path of a ``.py`` file.
 """
 
@@ -23,7 +24,7 @@ class UsageError(Exception):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Returns 0, 1 where ``verify`` found a difference, 2 where the command cannot be run."""
+    """Run one command. Returns 0, 1 if ``verify`` found a difference, 2 if the command cannot be run."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["train"]:  # its options are the training command's own, --help included
         return _train(arguments[1:])
@@ -167,10 +168,11 @@ def _import(name: str) -> Any:
         path = Path(name)
         if not path.is_file():
             raise UsageError(f"target: no file {name!r}")
-        spec = importlib.util.spec_from_file_location(path.stem, path)
+        private = f"_gemopt_target_{path.stem}"
+        spec = importlib.util.spec_from_file_location(private, path)
         assert spec is not None and spec.loader is not None  # a .py file always has a loader
         module = importlib.util.module_from_spec(spec)
-        sys.modules.setdefault(path.stem, module)
+        sys.modules[private] = module
         sys.path.insert(0, str(path.parent.resolve()))
         spec.loader.exec_module(module)
         return module

@@ -73,6 +73,16 @@ class GraphReport(Locked):
         self._padded: Counter[str] = Counter()
         self._bind: Bind | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Formulas and values travel; the binding, a function, stays behind."""
+        return {**super().__getstate__(), "_bind": None}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GraphReport:
+        twin: GraphReport = type(self).__new__(type(self))
+        twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        twin._bind = self._bind
+        return twin
+
     # ---- filled by the compiler ----
 
     def rewrite(

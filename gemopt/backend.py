@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 from torch._dynamo.backends.registry import lookup_backend
+from torch._dynamo.exc import RestartAnalysis, SkipFrame
 
 from gemopt import dynamo
 from gemopt.graph.capture import Captured, CaptureError, adopt_placeholder, capture
@@ -26,16 +27,23 @@ from gemopt.recipe import Recipe
 
 Compiler = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
+PLAIN = "the graph runs as under torch.compile"
 
-def inner_compiler(name: str, mode: str | None = None, options: dict[str, Any] | None = None,
-                   dynamic: bool | None = True) -> Compiler:
-    """The inner compiler ``name`` with torch.compile's ``mode`` and ``options``, mapped as torch.compile maps them."""
+
+def inner_compiler(
+    name: str, mode: str | None = None, options: dict[str, Any] | None = None, dynamic: bool | None = True
+) -> Compiler:
+    """The inner compiler ``name`` with torch.compile's ``mode`` and ``options``, mapped as torch.compile maps them.
+
+    Raises:
+        ValueError: both are given, or one is given for a compiler that takes none.
+    """
     if mode is not None and options is not None:
-        raise ValueError("mode, options: got both; allowed: one of them")
+        raise ValueError(f"mode, options: got {mode!r} and {options!r}; allowed: one of them")
     if name == "inductor":
         return torch._TorchCompileInductorWrapper(mode or (None if options else "default"), options, dynamic)
-    if options or (mode and mode != "default"):
-        return torch._TorchCompileWrapper(name, mode, options, dynamic)
+    if options or mode not in (None, "default"):
+        raise ValueError(f'mode, options: got {mode!r}, {options!r}; allowed with inner="inductor" only')
     return lookup_backend(name)
 
 
@@ -55,20 +63,34 @@ def load_pipeline(name: str) -> Callable[..., Any]:
     raise ValueError(f"pipeline: got {name!r}; allowed: a callable or one of {sorted({'default', *points})}")
 
 
+class CompileError(RuntimeError):
+    """An internal error under ``strict=True``. A type of its own, because Dynamo turns some errors of a backend (those
+    of fake tensors) into a graph break."""
+
+
 class GemoptBackend:
     """A backend for ``torch.compile``: ``backend(gm, example_inputs) -> callable``.
 
+    Two backends are never equal, so that each compiled model has a report of its own.
+
     Args:
         recipe: what to do.
-        report: collects what was done; one GraphReport for every graph Dynamo hands over.
+        report: a :class:`gemopt.Report`; gets one GraphReport for every graph Dynamo hands over.
         mode, options: torch.compile's, for the inner compiler.
         dynamic: what the frames are compiled with.
     """
 
     compiler_name = "gemopt"
 
-    def __init__(self, recipe: Recipe, report: Any, *, mode: str | None = None,
-                 options: dict[str, Any] | None = None, dynamic: bool | None = True) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        report: Any,
+        *,
+        mode: str | None = None,
+        options: dict[str, Any] | None = None,
+        dynamic: bool | None = True,
+    ) -> None:
         self.recipe = recipe
         self.report = report
         self.dynamic = dynamic
@@ -76,12 +98,17 @@ class GemoptBackend:
         self.pipeline = load_pipeline(recipe.pipeline) if isinstance(recipe.pipeline, str) else recipe.pipeline
 
     def __call__(self, gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        graph_report = self.report.new_graph()
-        planned = self._plan(gm, example_inputs, graph_report)
+        report = self.report.new_graph(mode="train" if _trains(example_inputs) else "inference")
+        planned = self.plan(gm, example_inputs, report)
         if planned is None:
             return self.inner(gm, example_inputs)
-        captured, plan = planned
-        return self._compile_plan(gm, captured, plan, graph_report)
+        try:
+            return self._compile_plan(gm, *planned, report)
+        except (RestartAnalysis, SkipFrame):
+            raise  # Dynamo's own control flow
+        except Exception as error:
+            self._degrade(error, report)
+            return self.inner(gm, example_inputs)
 
     def get_compiler_config(self) -> Any:
         """What ``compiled.get_compiler_config()`` shows: the inner compiler's configuration."""
@@ -92,43 +119,60 @@ class GemoptBackend:
         """Called by ``torch.compiler.reset()``."""
         getattr(self.inner, "reset", lambda: None)()
 
-    # ------------------------------------------------------------------------------------------------ compile time
-
-    def _plan(self, gm: fx.GraphModule, example_inputs: list[Any], report: Any) -> tuple[Captured, Any] | None:
+    def plan(self, gm: fx.GraphModule, example_inputs: list[Any], report: Any) -> tuple[Captured, Any] | None:
+        """Capture and pipeline; None where the graph is to run as under torch.compile, the reason in the report."""
         try:
             captured = capture(gm, example_inputs)
+            if _is_empty(captured):
+                report.nothing("an input has no elements")
+                return None
             plan = self.pipeline(captured, self.recipe, report)
         except CaptureError as error:
-            report.reject(site="graph", rule="capture", reason=str(error), hint="the graph runs as under torch.compile")
+            report.reject("graph", "capture", reason=str(error), hint=PLAIN)
             return None
         except Exception as error:
-            if self.recipe.strict:
-                raise
-            reason = traceback.format_exception_only(error)[-1].strip()
-            report.reject(site="graph", rule="internal error", reason=reason,
-                          hint="the graph runs as under torch.compile; strict=True raises this error")
-            warnings.warn(f"gemopt: internal error, the graph runs as under torch.compile: {reason}", stacklevel=2)
+            self._degrade(error, report)
             return None
         return None if plan is None else (captured, plan)
+
+    def _degrade(self, error: Exception, report: Any) -> None:
+        """An internal error: raise it under strict, else record it, warn, and let the graph run as it is."""
+        reason = traceback.format_exception_only(error)[-1].strip()
+        if self.recipe.strict:
+            raise CompileError(f"gemopt: {reason}") from error
+        report.discard_rewrites()
+        report.reject("graph", "internal error", reason=reason, hint=f"{PLAIN}; strict=True raises this error")
+        warnings.warn(f"gemopt: internal error, {PLAIN}: {reason}", RuntimeWarning, stacklevel=2)
 
     def _compile_plan(self, gm: fx.GraphModule, captured: Captured, plan: Any, report: Any) -> Callable[..., Any]:
         prologue = self._compile_prologue(captured, plan)
         adopt(plan.packed, gm)
         packed = self.inner(plan.packed, [*captured.example_inputs, *plan.extra_examples])
-        return Host(prologue, packed, LazyPadded(gm, self.inner), plan, report)
+        return Host(prologue, packed, LazyPadded(gm, self.inner, self.dynamic), plan, report)
 
     def _compile_prologue(self, captured: Captured, plan: Any) -> Callable[..., Any]:
         if self.recipe.inner != "inductor":
-            return plan.prologue
+            return plan.prologue.forward
         with torch.no_grad():
-            return self.inner(plan.prologue, list(captured.example_inputs))
+            # Default mode whatever the user's: under CUDA graphs the next prologue would overwrite the indices that
+            # this step's backward still reads.
+            return inner_compiler("inductor")(plan.prologue, list(captured.example_inputs))
+
+
+def _trains(example_inputs: Sequence[Any]) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs)
+
+
+def _is_empty(captured: Captured) -> bool:
+    """Whether some input has a size that Dynamo specialised to 0: there is nothing to pack, and inductor refuses."""
+    return any(isinstance(x, torch.Tensor) and any(type(s) is int and s == 0 for s in x.shape)
+               for x in captured.example_inputs)
 
 
 def adopt(gm: fx.GraphModule, dynamo_gm: fx.GraphModule) -> None:
     """Make ``gm`` known to AOTAutograd as a graph of Dynamo's: compile id, sources, static inputs (weights)."""
     theirs = dynamo_gm.graph.find_nodes(op="placeholder")
-    mine = gm.graph.find_nodes(op="placeholder")
-    for i, node in enumerate(mine):
+    for i, node in enumerate(gm.graph.find_nodes(op="placeholder")):
         adopt_placeholder(node, theirs[i] if i < len(theirs) else None)
     for key in ("dynamo_compile_id", "dynamo_flat_name_to_original_fqn"):
         if key in dynamo_gm.meta:
@@ -136,14 +180,13 @@ def adopt(gm: fx.GraphModule, dynamo_gm: fx.GraphModule) -> None:
     gm._param_name_to_source = {}  # type: ignore[assignment]
 
 
-# ---------------------------------------------------------------------------------------------------- run time
-
-
 class Host:
     """What Dynamo's generated code calls: prologue, one read, then the packed graph or the padded one."""
 
-    def __init__(self, prologue: Callable[..., Any], packed: Callable[..., Any], padded: Callable[..., Any],
-                 plan: Any, report: Any) -> None:
+    def __init__(
+        self, prologue: Callable[..., Any], packed: Callable[..., Any], padded: Callable[..., Any], plan: Any,
+        report: Any,
+    ) -> None:
         self._prologue = prologue
         self._packed = packed
         self._padded = padded
@@ -151,23 +194,27 @@ class Host:
         self._report = report
 
     def __call__(self, *args: Any) -> Any:
-        plan = self._plan
         with torch.no_grad():
             stats, *tensors = self._prologue(*args)
-        read = stats.tolist()  # the only device-to-host read of the step
-        extra = plan.admit(read, tensors)
-        self._report.count_step(packed=extra is not None, stats=read, reason=plan.last_reason)
+        extra = self._plan.admit(stats.tolist(), tensors)  # the only device-to-host read of the step
         if extra is None:
+            self._report.count_step(False, self._plan.last_reason)
             return self._padded(*args)
+        self._report.count_step(True)
         return self._packed(*args, *extra)
 
 
 class LazyPadded:
-    """The user's graph as plain torch.compile would run it, compiled when a step first needs it."""
+    """The user's graph as plain torch.compile would run it, compiled when a step first needs it.
 
-    def __init__(self, gm: fx.GraphModule, inner: Compiler) -> None:
+    Many runs never do. It is compiled by a torch.compile of its own, not by calling the inner compiler late: the shape
+    guards of the frame are closed by then, and those that the inner compiler adds would be lost.
+    """
+
+    def __init__(self, gm: fx.GraphModule, inner: Compiler, dynamic: bool | None) -> None:
         self._gm = gm
         self._inner = inner
+        self._dynamic = dynamic
         self._lock = threading.Lock()
         self._compiled: Callable[..., Any] | None = None
 
@@ -176,6 +223,6 @@ class LazyPadded:
         if compiled is None:
             with self._lock:
                 if self._compiled is None:
-                    self._compiled = dynamo.optimize(self._gm.forward, self._inner, dynamic=True)
+                    self._compiled = dynamo.optimize(self._gm.forward, self._inner, dynamic=self._dynamic)
                 compiled = self._compiled
         return compiled(*args)

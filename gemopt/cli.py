@@ -1,8 +1,8 @@
 """The command line: ``gemopt inspect | verify | train | version``.
 
 ``MODULE:CALLABLE`` names a function without arguments that returns ``(model, inputs)``: a module or a
-function, and the tuple of its positional arguments (a dict is taken as keyword arguments, a lone tensor as the
-only one).
+function, and the tuple of its positional arguments (a dict is taken as keyword arguments, a lone tensor as
+the only one).
 ``MODULE`` is importable from the current folder, or the path of a ``.py`` file.
 """
 

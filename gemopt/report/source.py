@@ -69,8 +69,7 @@ def _module_class(gm: fx.GraphModule, class_name: str, imports: dict[str, str]) 
         if isinstance(value, fx.GraphModule):
             child = f"{class_name}_{_identifier(target)}"
             nested.append(_module_class(value, child, imports))
-            nested[-1] += f"\n\n{_INDENT}meta: dict = {{}}  # ops that take graphs look here"
-            init.append((target, f"{child}()"))
+            init.append((target, f"torch.fx.symbolic_trace({child}())"))  # ops that take graphs want fx ones
         else:
             init.append((target, _literal(value)))
     lines = [f"class {class_name}(torch.nn.Module):"]

@@ -1,5 +1,5 @@
-"""What real code also does: checkpoints, autocast, no_grad parts, statistics over padding, in-place ops, shared
-parameters, and models with nothing to unpad at all."""
+"""What real code also does: checkpoints, autocast, no_grad parts, statistics over padding, in-place ops,
+shared parameters; and models with nothing to unpad at all."""
 
 from __future__ import annotations
 

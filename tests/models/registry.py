@@ -1,8 +1,8 @@
 """A registry of small padded models, each written the way somebody would really write it.
 
 Every entry is a `ModelCase`: `case.make(seed)` gives `(module_or_function, inputs)` with
-`inputs(lengths, max_len, generator) -> args`, the form `gemopt.testing.assert_equivalent` takes. `expected` says
-what the compiler owes:
+`inputs(lengths, max_len, generator) -> args`, the form `gemopt.testing.assert_equivalent` takes. `expected`
+says what the compiler owes:
 
 - `"rewritten"`: at least one rewrite; the padded rows are not computed.
 - `"refused"`: the padding is observed; at least one rejection with a reason, and no row is dropped.

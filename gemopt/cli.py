@@ -53,7 +53,8 @@ def _parser() -> argparse.ArgumentParser:
     verify = _target_command(
         commands, "verify", _verify, "compare the compiled model with eager, backward included"
     )
-    verify.add_argument("--seed", type=int, default=0, help="seed of the generated lengths (default 0)")
+    verify.add_argument("--seed", type=int, default=0, help="seed of lengths and contents (default 0)")
+    verify.add_argument("--inner", default="aot_eager", choices=("inductor", "aot_eager", "eager"))
 
     # listed here for --help only; main() hands it on before the options are parsed
     commands.add_parser("train", help="train a model of the zoo; `gemopt train --help` lists its options")
@@ -96,19 +97,14 @@ def _inspect(options: argparse.Namespace) -> int:
 
 def _verify(options: argparse.Namespace) -> int:
     model, args, kwargs = load_target(options.target)
-    if kwargs:
-        raise UsageError(f"verify takes positional inputs; {options.target} gave keywords {sorted(kwargs)}")
-    import torch
+    from gemopt.testing import assert_equivalent
 
-    from gemopt import testing
-
-    torch.manual_seed(options.seed)
     try:
-        result = testing.assert_equivalent(model, args)
+        result = assert_equivalent(model, kwargs or args, seed=options.seed, inner=options.inner)
     except AssertionError as error:
         print(error)
         return EXIT_DIFFERENT
-    print(result if result is not None else "equivalent: outputs and gradients agree with eager")
+    print(result)
     return EXIT_OK
 
 

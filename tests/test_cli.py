@@ -142,19 +142,27 @@ def test_a_missing_import_inside_the_target_keeps_its_own_error(
 def test_verify_reports_and_exits_by_result(
     target: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fake = types.SimpleNamespace(assert_equivalent=lambda model, inputs, **kw: "2 outputs agree")
-    monkeypatch.setitem(vars(gemopt), "testing", fake)
+    seen: list[tuple[Any, dict[str, Any]]] = []
+
+    def agrees(model: Any, inputs: Any, **kwargs: Any) -> str:
+        seen.append((inputs, kwargs))
+        return "2 outputs agree"
+
+    fake = types.ModuleType("gemopt.testing")
+    fake.assert_equivalent = agrees  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "gemopt.testing", fake)
-    assert cli.main(["verify", f"{target}:make"]) == 0
+    assert cli.main(["verify", f"{target}:make", "--seed", "3"]) == 0
+    assert cli.main(["verify", f"{target}:keywords", "--inner", "eager"]) == 0
     assert "2 outputs agree" in capsys.readouterr().out
+    assert isinstance(seen[0][0], tuple) and seen[0][1] == {"seed": 3, "inner": "aot_eager"}
+    assert set(seen[1][0]) == {"x"} and seen[1][1] == {"seed": 0, "inner": "eager"}
 
     def differs(model: Any, inputs: Any, **kwargs: Any) -> None:
         raise AssertionError("output 0 differs by 3 ulp")
 
-    fake.assert_equivalent = differs
+    fake.assert_equivalent = differs  # type: ignore[attr-defined]
     assert cli.main(["verify", f"{target}:make"]) == 1
     assert "differs by 3 ulp" in capsys.readouterr().out
-    assert cli.main(["verify", f"{target}:keywords"]) == 2
 
 
 def test_train_hands_every_option_on(monkeypatch: pytest.MonkeyPatch) -> None:

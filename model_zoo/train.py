@@ -1,0 +1,140 @@
+"""Train a model of the zoo: ``python -m gemopt.model_zoo.train --help``.
+
+Ctrl-C finishes the step, writes a checkpoint and stops; ``--resume`` goes on from there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from . import tasks
+from .trainer import TrainConfig, Trainer
+
+INTERRUPTED = 130  # the shell's code for a process ended by Ctrl-C
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser("gemopt train", description="Train a model of the zoo.")
+    defaults = {f.name: f.default for f in fields(TrainConfig)}
+
+    def add(name: str, help: str, kind: Any = str, **options: Any) -> None:
+        flag, default = "--" + name.replace("_", "-"), defaults[name]
+        p.add_argument(flag, type=kind, default=default, help=f"{help} (default: {default})", **options)
+
+    add("model", "which model", choices=tasks.MODELS)
+    add("data", "which data set", choices=tasks.DATA)
+    add("mode", "how the model runs", choices=tasks.MODES)
+    p.add_argument(
+        "--gemopt", dest="mode", action="store_const", const="gemopt", help="short for --mode gemopt"
+    )
+    add("max_len", "longest history; all are padded to it", int)
+    add("batch_size", "samples per step", int)
+    add("steps", "steps to train; overrules --epochs", int)
+    add("epochs", "passes over the training period", float)
+    add("lr", "peak learning rate", float)
+    add("weight_decay", "AdamW's weight decay", float)
+    add("warmup", "steps of linear warm-up", int)
+    add("clip", "largest gradient norm", float)
+    add("dropout", "dropout in the transformers", float)
+    add("pooling", "how a history becomes one vector", choices=("mean", "last"))
+    add("seed", "of initialisation, dropout and data order", int)
+    add("device", "cpu or cuda")
+    add("out", "folder for checkpoint, metrics.csv and metrics.json")
+    add("eval_every", "steps between evaluations", int)
+    add("save_every", "steps between checkpoints", int)
+    add("log_every", "steps between log lines", int)
+    p.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
+    return p
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = vars(parser().parse_args(arguments))
+    resume = options.pop("resume")
+    console = Console()
+    try:
+        trainer = Trainer(TrainConfig(**options))
+        if resume:
+            trainer.resume()
+            console.print(f"resumed at step {trainer.step} of {trainer.total_steps}")
+    except (ValueError, FileNotFoundError) as error:
+        print(f"gemopt train: error: {error}", file=sys.stderr)
+        return 2
+
+    samples = trainer.samples["train"]
+    filled = ", ".join(f"{name} {share:.0%}" for name, share in samples.fill().items())
+    console.print(
+        f"{len(samples):,} training samples; share of {trainer.config.max_len} slots filled: {filled}"
+    )
+    with stop_on_interrupt(trainer):
+        train_with_progress(trainer, console)
+    if trainer.stop_requested:
+        console.print(f"stopped at step {trainer.step}; {trainer.checkpoint} written, --resume goes on")
+        return INTERRUPTED
+
+    report = getattr(trainer.compiled, "report", None)
+    if trainer.config.mode == "gemopt" and report is not None:
+        print(report)
+    summary = trainer.write_summary({"report": report.to_dict()} if report is not None else None)
+    console.print(metrics_table(summary))
+    console.print(f"written: {Path(trainer.config.out) / 'metrics.json'}")
+    return 0
+
+
+def train_with_progress(trainer: Trainer, console: Console) -> None:
+    columns = (
+        TextColumn("training"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[status]}"),
+    )
+    with Progress(*columns, console=console) as progress:
+        bar = progress.add_task("", total=trainer.total_steps, completed=trainer.step, status="compiling")
+
+        def show(record: dict[str, float]) -> None:
+            status = "loss {loss:.4f}  {samples_per_s:,.0f} samples/s  padding {padding:.0%}".format(**record)
+            progress.update(bar, completed=record["step"], status=status)
+            if "valid_ne" in record:
+                line = "step {step:>6}  loss {loss:.4f}  valid NE {valid_ne:.4f}  AUC {valid_auc:.4f}  "
+                progress.console.print((line + "calibration {valid_calibration:.3f}").format(**record))
+
+        trainer.run(show)
+
+
+@contextmanager
+def stop_on_interrupt(trainer: Trainer) -> Iterator[None]:
+    """The first Ctrl-C asks the trainer to stop after its step, the second interrupts at once."""
+
+    def handle(*_: Any) -> None:
+        trainer.stop_requested = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    previous = signal.signal(signal.SIGINT, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+def metrics_table(summary: dict[str, Any]) -> Table:
+    table = Table("period", "NE", "AUC", "calibration", "samples")
+    for split in ("valid", "test"):
+        m = summary[split]
+        row = (f"{m['ne']:.4f}", f"{m['auc']:.4f}", f"{m['calibration']:.3f}", f"{m['samples']:,}")
+        table.add_row(split, *row)
+    return table
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -7,27 +7,32 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 
-# Before torch is imported anywhere: compiled artifacts of this run stay in one temporary folder, which the workers of
-# xdist inherit through the environment.
+# Before torch is imported anywhere: compiled artifacts of this run stay in one temporary folder, which the
+# workers of xdist inherit through the environment.
 _OWNS_CACHE = "GEMOPT_TEST_CACHE" not in os.environ
 if _OWNS_CACHE:
     os.environ["GEMOPT_TEST_CACHE"] = tempfile.mkdtemp(prefix="gemopt-test-")
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(os.environ["GEMOPT_TEST_CACHE"], "inductor")
 os.environ["TRITON_CACHE_DIR"] = os.path.join(os.environ["GEMOPT_TEST_CACHE"], "triton")
 
-import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
-_NOISY = [hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large]
-hypothesis.settings.register_profile("dev", deadline=None, max_examples=30, suppress_health_check=_NOISY)
-hypothesis.settings.register_profile(
-    "ci", deadline=None, max_examples=15, derandomize=True, database=None, suppress_health_check=_NOISY
-)
-hypothesis.settings.register_profile("deep", deadline=None, max_examples=500, suppress_health_check=_NOISY)
-hypothesis.settings.load_profile(
-    os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev")
-)
+
+def _hypothesis_profiles() -> None:
+    """`ci` draws the same few examples every time, `dev` new ones, `deep` many (HYPOTHESIS_PROFILE=deep)."""
+    try:
+        from hypothesis import HealthCheck, settings
+    except ImportError:  # a machine that only runs the GPU tests
+        return
+    quiet = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
+    settings.register_profile("dev", max_examples=30, **quiet)
+    settings.register_profile("ci", max_examples=15, derandomize=True, database=None, **quiet)
+    settings.register_profile("deep", max_examples=500, **quiet)
+    settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"))
+
+
+_hypothesis_profiles()
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -113,7 +113,7 @@ def test_wheel_metadata(wheel: Path) -> None:
         "triton",
     ]
     assert any("triton" in r and 'platform_system=="Linux"' in r.replace("'", '"') for r in core)
-    assert set(metadata.get_all("Provides-Extra", [])) == {"report", "test", "torchrec"}
+    assert set(metadata.get_all("Provides-Extra", [])) == {"report", "test", "torchrec", "torchrec-cpu"}
     entry_points = archive.read("gemopt-0.1.0.dist-info/entry_points.txt").decode()
     assert "gemopt = gemopt.cli:main" in entry_points
     assert "[gemopt.pipelines]\ndefault = gemopt.passes:default_pipeline" in entry_points
@@ -173,3 +173,13 @@ def test_no_source_imports_the_bare_names() -> None:
         for path in (ROOT / top).rglob("*.py"):
             for line in path.read_text(encoding="utf-8").splitlines():
                 assert not f"{line.strip()}\n".startswith(bare), f"{path.relative_to(ROOT)}: {line}"
+
+
+def test_public_names_load_on_first_use_and_others_do_not() -> None:
+    import gemopt
+
+    for name in gemopt.__all__:
+        assert getattr(gemopt, name) is not None
+    assert callable(gemopt.compile) and callable(gemopt.explain) and set(gemopt.__all__) <= set(dir(gemopt))
+    with pytest.raises(AttributeError, match="no attribute 'complie'"):
+        gemopt.complie  # type: ignore[attr-defined]

@@ -91,12 +91,12 @@ def test_wheel_installs_one_top_level_name(wheel: Path) -> None:
     assert {name.split("/")[0] for name in names} == {"gemopt", "gemopt-0.1.0.dist-info"}
 
 
-def test_wheel_holds_every_source_file_and_the_templates(wheel: Path) -> None:
+def test_wheel_holds_every_source_file_and_the_templates(checkout: Path, wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     wanted = {"gemopt/py.typed", "gemopt/report/templates/report.html.jinja"}
     for top in ("gemopt", "passes", "model_zoo"):
         prefix = "" if top == "gemopt" else "gemopt/"
-        wanted |= {prefix + str(path.relative_to(ROOT)) for path in (ROOT / top).rglob("*.py")}
+        wanted |= {prefix + str(path.relative_to(checkout)) for path in (checkout / top).rglob("*.py")}
     assert wanted - names == set()
     assert "gemopt/passes/__init__.py" in names and "gemopt/model_zoo/__init__.py" in names
 

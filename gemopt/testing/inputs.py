@@ -163,7 +163,7 @@ class ExampleSource:
         found = [i for i, t in vectors.items() if self._is_lengths(i, t)]
         for i in vectors.keys() - set(found):
             self.notes.append(
-                f"{self.names[i]} is taken as a feature of each sample; if it holds lengths, name it in lengths="
+                f"{self.names[i]} is taken as a feature of each sample; lengths have to be named in lengths="
             )
         return found
 

@@ -159,35 +159,34 @@ def no_dropout(modules: Sequence[nn.Module]) -> Iterator[None]:
 # --- one run
 
 
-@dataclass(frozen=True)
+@dataclass
 class Objective:
     """What is differentiated: `loss(output)`, or the outputs against fixed random cotangents.
 
-    `mute` names output elements that get no cotangent (bool, per output name): those that are not finite in
-    fp64.
+    The first run (eager) draws the cotangents in its own dtypes; the fp64 run and the compiled one use those values.
+    `mute` marks output elements that get no cotangent (bool, by output name): those that are not finite in fp64.
     """
 
     loss: Callable[[Any], Tensor] | None
     seed: int
     mute: dict[str, Tensor] = field(default_factory=dict)
+    cotangents: dict[str, Tensor] = field(default_factory=dict)
 
-    def __call__(
-        self, output: Any, named: dict[str, Tensor], dtypes: dict[str, torch.dtype]
-    ) -> Tensor | None:
+    def __call__(self, output: Any, named: dict[str, Tensor]) -> Tensor | None:
         if self.loss is not None:
             value = self.loss(output)
             return value if value.requires_grad else None
-        terms = [self._term(n, t, dtypes.get(n, t.dtype)) for n, t in named.items() if t.requires_grad]
+        terms = [(t * self._cotangent(n, t)).sum().double() for n, t in named.items() if t.requires_grad]
         return torch.stack(terms).sum() if terms else None
 
-    def _term(self, name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        generator = torch.Generator().manual_seed(self.seed + len(name))
-        cotangent = torch.randn(tensor.shape, generator=generator, dtype=torch.float32)
-        cotangent = torch.ones_like(cotangent) if tensor.dim() == 0 else cotangent
-        cotangent = cotangent.to(tensor.device).to(dtype).to(tensor.dtype)
-        if name in self.mute:
-            cotangent = cotangent.masked_fill(self.mute[name].to(tensor.device), 0.0)
-        return (tensor * cotangent).sum().double()
+    def _cotangent(self, name: str, tensor: Tensor) -> Tensor:
+        if name not in self.cotangents:
+            generator = torch.Generator().manual_seed(self.seed + len(self.cotangents))
+            drawn = torch.randn(tensor.shape, generator=generator) if tensor.dim() else torch.ones(())
+            drawn = drawn.to(tensor.device).to(tensor.dtype)
+            self.cotangents[name] = drawn.masked_fill(self.mute[name], 0.0) if name in self.mute else drawn
+        cotangent = self.cotangents[name]
+        return cotangent.to(tensor.dtype) if cotangent.shape == tensor.shape else torch.ones_like(tensor)
 
 
 def named_outputs(output: Any) -> dict[str, Tensor]:
@@ -203,7 +202,6 @@ def observe(
     *,
     seed: int,
     autocast: tuple[str, torch.dtype] | None = None,
-    dtypes: dict[str, torch.dtype] | None = None,
 ) -> Observed:
     """Run once, forward and backward. An exception of the model is recorded, not raised."""
     batch, seen = batch.fresh(), Observed()
@@ -215,7 +213,7 @@ def observe(
         named = named_outputs(output)
         seen.structure = str(pytree.tree_structure(output))
         seen.tensors.update({n: _kept(t) for n, t in named.items()})
-        total = objective(output, named, dtypes or {})
+        total = objective(output, named)
         if total is not None:
             total.backward()
             inputs = {n: t for n, t in batch.tensors().items() if t.requires_grad}
@@ -242,12 +240,11 @@ def observe_double(
     objective: Objective,
     *,
     seed: int,
-    dtypes: dict[str, torch.dtype],
 ) -> Observed:
     """The fp64 reference run."""
     double = batch.map(lambda t: _double_like(t))
     with in_double(state.modules), default_dtype(torch.float64), PromoteToDouble():
-        return observe(model, double, state, objective, seed=seed, dtypes=dtypes)
+        return observe(model, double, state, objective, seed=seed)
 
 
 def _double_like(tensor: Tensor) -> Tensor:

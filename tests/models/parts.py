@@ -84,11 +84,11 @@ def _keep4(valid: Tensor, causal: Tensor | None) -> Tensor:
 
 
 def _split(x: Tensor) -> Tensor:
-    return x.view(x.size(0), x.size(1), HEADS, -1).transpose(1, 2)
+    return x.view(x.size(0), x.size(1), HEADS, x.size(2) // HEADS).transpose(1, 2)
 
 
 def _merge(x: Tensor) -> Tensor:
-    return x.transpose(1, 2).contiguous().view(x.size(0), x.size(2), -1)
+    return x.transpose(1, 2).contiguous().view(x.size(0), x.size(2), x.size(1) * x.size(3))
 
 
 def attend_matmul(

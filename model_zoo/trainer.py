@@ -1,6 +1,6 @@
 """The training loop: schedule, evaluation, checkpoints. A resumed run goes on exactly where it stopped.
 
-All that decides the next step is in the checkpoint: parameters, optimizer, schedule, the data iterator's place
+All that decides the next step is in the checkpoint: parameters, optimizer, schedule, the iterator's place
 and the random state. On a CPU, n steps, a stop and m more steps give the same bits as n + m steps.
 """
 

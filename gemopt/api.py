@@ -40,9 +40,19 @@ def compile(
 ) -> Any:
     """``torch.compile`` that trains padded sequence models packed: same call shape, same result."""
     settings: dict[str, Any] = {
-        "recipe": Recipe.of(recipe, inner=inner, strict=strict, padded_outputs=padded_outputs,
-                            empty_rows=empty_rows, verify=verify),
-        "fullgraph": fullgraph, "dynamic": dynamic, "mode": mode, "options": options, "disable": disable,
+        "recipe": Recipe.of(
+            recipe,
+            inner=inner,
+            strict=strict,
+            padded_outputs=padded_outputs,
+            empty_rows=empty_rows,
+            verify=verify,
+        ),
+        "fullgraph": fullgraph,
+        "dynamic": dynamic,
+        "mode": mode,
+        "options": options,
+        "disable": disable,
     }
     if model is None:
         return lambda model: compile(model, **settings)
@@ -50,8 +60,9 @@ def compile(
         return model
     from gemopt.report import Report
 
-    backend = GemoptBackend(settings["recipe"], Report(), mode=mode, options=options,
-                            dynamic=True if dynamic is None else dynamic)
+    backend = GemoptBackend(
+        settings["recipe"], Report(), mode=mode, options=options, dynamic=True if dynamic is None else dynamic
+    )
     compiled = dynamo.optimize(model, backend, nopython=fullgraph, dynamic=backend.dynamic)
     if isinstance(compiled, OptimizedModule):
         compiled.__class__ = CompiledModule

@@ -1,10 +1,12 @@
 """The Dynamo backend: capture, pipeline, and the host that runs packed or padded.
 
     Dynamo graph ── capture ── pipeline ──┬── None: the Dynamo graph itself goes to the inner compiler
-                                          └── Plan: prologue, packed graph; the padded graph only when first needed
+                                          └── Plan: prologue, packed graph; the padded graph only when first
+                                          needed
 
-At run time the prologue computes the packed size and the assumption bits, the host reads them in one transfer, and
-``Plan.admit`` decides. The padded graph is the user's own, compiled as plain ``torch.compile`` would.
+At run time the prologue computes the packed size and the assumption bits, the host reads them in one
+transfer, and ``Plan.admit`` decides. The padded graph is the user's own, compiled as plain ``torch.compile``
+would.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.exc import RestartAnalysis, SkipFrame
 
 from gemopt import dynamo
-from gemopt.graph.capture import Captured, CaptureError, adopt_placeholder, capture
+from gemopt.graph.capture import Captured, CaptureError, adopt_placeholder, capture, trains
 from gemopt.recipe import Recipe
 
 Compiler = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
@@ -33,7 +35,8 @@ PLAIN = "the graph runs as under torch.compile"
 def inner_compiler(
     name: str, mode: str | None = None, options: dict[str, Any] | None = None, dynamic: bool | None = True
 ) -> Compiler:
-    """The inner compiler ``name`` with torch.compile's ``mode`` and ``options``, mapped as torch.compile maps them.
+    """The inner compiler ``name`` with torch.compile's ``mode`` and ``options``, mapped as torch.compile maps
+    them.
 
     Raises:
         ValueError: both are given, or one is given for a compiler that takes none.
@@ -64,7 +67,8 @@ def load_pipeline(name: str) -> Callable[..., Any]:
 
 
 class CompileError(RuntimeError):
-    """An internal error under ``strict=True``. A type of its own, because Dynamo turns some errors of a backend (those
+    """An internal error under ``strict=True``. A type of its own, because Dynamo turns some errors of a
+    backend (those
     of fake tensors) into a graph break."""
 
 
@@ -95,10 +99,12 @@ class GemoptBackend:
         self.report = report
         self.dynamic = dynamic
         self.inner = inner_compiler(recipe.inner, mode, options, dynamic)
-        self.pipeline = load_pipeline(recipe.pipeline) if isinstance(recipe.pipeline, str) else recipe.pipeline
+        self.pipeline = (
+            load_pipeline(recipe.pipeline) if isinstance(recipe.pipeline, str) else recipe.pipeline
+        )
 
     def __call__(self, gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        report = self.report.new_graph(mode="train" if _trains(example_inputs) else "inference")
+        report = self.report.new_graph(mode="train" if trains(example_inputs) else "inference")
         planned = self.plan(gm, example_inputs, report)
         if planned is None:
             return self.inner(gm, example_inputs)
@@ -120,7 +126,7 @@ class GemoptBackend:
         getattr(self.inner, "reset", lambda: None)()
 
     def plan(self, gm: fx.GraphModule, example_inputs: list[Any], report: Any) -> tuple[Captured, Any] | None:
-        """Capture and pipeline; None where the graph is to run as under torch.compile, the reason in the report."""
+        """Capture and pipeline; None (and a reason in the report) where the graph runs as it is."""
         try:
             captured = capture(gm, example_inputs)
             if _is_empty(captured):
@@ -141,10 +147,14 @@ class GemoptBackend:
         if self.recipe.strict:
             raise CompileError(f"gemopt: {reason}") from error
         report.discard_rewrites()
-        report.reject("graph", "internal error", reason=reason, hint=f"{PLAIN}; strict=True raises this error")
+        report.reject(
+            "graph", "internal error", reason=reason, hint=f"{PLAIN}; strict=True raises this error"
+        )
         warnings.warn(f"gemopt: internal error, {PLAIN}: {reason}", RuntimeWarning, stacklevel=2)
 
-    def _compile_plan(self, gm: fx.GraphModule, captured: Captured, plan: Any, report: Any) -> Callable[..., Any]:
+    def _compile_plan(
+        self, gm: fx.GraphModule, captured: Captured, plan: Any, report: Any
+    ) -> Callable[..., Any]:
         prologue = self._compile_prologue(captured, plan)
         adopt(plan.packed, gm)
         packed = self.inner(plan.packed, [*captured.example_inputs, *plan.extra_examples])
@@ -154,23 +164,21 @@ class GemoptBackend:
         if self.recipe.inner != "inductor":
             return plan.prologue.forward
         with torch.no_grad():
-            # Default mode whatever the user's: under CUDA graphs the next prologue would overwrite the indices that
-            # this step's backward still reads.
+            # Default mode whatever the user's: under CUDA graphs the next prologue would overwrite the
+            # indices that this step's backward still reads.
             return inner_compiler("inductor")(plan.prologue, list(captured.example_inputs))
 
 
-def _trains(example_inputs: Sequence[Any]) -> bool:
-    return torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs)
-
-
 def _is_empty(captured: Captured) -> bool:
-    """Whether some input has a size that Dynamo specialised to 0: there is nothing to pack, and inductor refuses."""
-    return any(isinstance(x, torch.Tensor) and any(type(s) is int and s == 0 for s in x.shape)
-               for x in captured.example_inputs)
+    """Whether Dynamo specialised some size to 0: there is nothing to pack, and inductor refuses."""
+    return any(
+        isinstance(x, torch.Tensor) and any(type(s) is int and s == 0 for s in x.shape)
+        for x in captured.example_inputs
+    )
 
 
 def adopt(gm: fx.GraphModule, dynamo_gm: fx.GraphModule) -> None:
-    """Make ``gm`` known to AOTAutograd as a graph of Dynamo's: compile id, sources, static inputs (weights)."""
+    """Make ``gm`` known to AOTAutograd as a graph of Dynamo's: compile id, sources, static inputs."""
     theirs = dynamo_gm.graph.find_nodes(op="placeholder")
     for i, node in enumerate(gm.graph.find_nodes(op="placeholder")):
         adopt_placeholder(node, theirs[i] if i < len(theirs) else None)
@@ -184,7 +192,11 @@ class Host:
     """What Dynamo's generated code calls: prologue, one read, then the packed graph or the padded one."""
 
     def __init__(
-        self, prologue: Callable[..., Any], packed: Callable[..., Any], padded: Callable[..., Any], plan: Any,
+        self,
+        prologue: Callable[..., Any],
+        packed: Callable[..., Any],
+        padded: Callable[..., Any],
+        plan: Any,
         report: Any,
     ) -> None:
         self._prologue = prologue
@@ -207,8 +219,8 @@ class Host:
 class LazyPadded:
     """The user's graph as plain torch.compile would run it, compiled when a step first needs it.
 
-    Many runs never do. It is compiled by a torch.compile of its own, not by calling the inner compiler late: the shape
-    guards of the frame are closed by then, and those that the inner compiler adds would be lost.
+    Many runs never do. It is compiled by a torch.compile of its own, not by calling the inner compiler late:
+    the shape guards of the frame are closed by then, and those that the inner compiler adds would be lost.
     """
 
     def __init__(self, gm: fx.GraphModule, inner: Compiler, dynamic: bool | None) -> None:

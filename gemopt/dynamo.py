@@ -1,15 +1,18 @@
 """The seam to Dynamo: settings that hold while Dynamo compiles *our* frames, and nowhere else.
 
-gemopt's contract is one graph for all batch sizes and lengths of at least 2. Three settings of Dynamo stand in its way:
+gemopt's contract is one graph for all batch sizes and lengths of at least 2. Three settings of Dynamo stand
+in its way:
 
-- duck shaping gives equal sizes one symbol, so a first batch with B == L would be a graph for square batches only;
-- Python floats (an attention scale, a dropout probability) become 0-d tensor inputs plus ``aten.item`` under dynamic
-  shapes, which hides constants from the analyses and compiles twice;
+- duck shaping gives equal sizes one symbol, so a first batch with B == L would be a graph for square batches
+  only;
+- Python floats (an attention scale, a dropout probability) become 0-d tensor inputs plus ``aten.item`` under
+  dynamic shapes, which hides constants from the analyses and compiles twice;
 - sizes count as static until they change.
 
-The last is ``dynamic=True``. The first two are global settings. They are read only while a frame is being compiled, and
-every compilation goes through one callback, which Dynamo's C code calls on a cache miss. Wrapping that callback scopes the
-settings exactly: nothing to pay on a cache hit, no guard on them, no other user of torch.compile sees them.
+The last is ``dynamic=True``. The first two are global settings. They are read only while a frame is being
+compiled, and every compilation goes through one callback, which Dynamo's C code calls on a cache miss.
+Wrapping that callback scopes the settings exactly: nothing to pay on a cache hit, no guard on them, no other
+user of torch.compile sees them.
 """
 
 from __future__ import annotations
@@ -28,7 +31,8 @@ from torch._dynamo.convert_frame import compile_lock
 class ScopedCallback:
     """Dynamo's frame callback, called with gemopt's settings in force.
 
-    The lock is Dynamo's own (re-entrant) compile lock: while the settings are patched, no other thread compiles.
+    The lock is Dynamo's own (re-entrant) compile lock: while the settings are patched, no other thread
+    compiles.
     """
 
     def __init__(self, callback: Any) -> None:

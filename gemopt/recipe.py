@@ -16,17 +16,18 @@ class Recipe:
     """The settings of one :func:`gemopt.compile`.
 
     Attributes:
-        precision: ``"keep"`` leaves every dtype as the model has it. ``"bf16"`` is a name for the same: the model's own
-            autocast decides (reserved for precision passes).
+        precision: ``"keep"`` leaves every dtype as the model has it. ``"bf16"`` is a name for the same: the
+            model's own autocast decides (reserved for precision passes).
         inner: compiler of the rewritten graph: ``"inductor"``, ``"aot_eager"`` or ``"eager"``.
-        padded_outputs: ``None`` keeps every row of every output. ``"zero"`` allows the rows of an output that its one
-            governing mask excludes to be zero, with no gradient. ``{name: "zero"}`` allows it for the outputs named.
-        empty_rows: a row whose keys are all masked is NaN or uniform in eager. ``"zero"`` gives 0 with zero gradient;
-            ``"eager"`` refuses the rewrites that would.
+        padded_outputs: ``None`` keeps every row of every output. ``"zero"`` allows the rows of an output that
+            its one governing mask excludes to be zero, with no gradient. ``{name: "zero"}`` allows it for the
+            outputs named.
+        empty_rows: a row whose keys are all masked is NaN or uniform in eager. ``"zero"`` gives 0 with zero
+            gradient; ``"eager"`` refuses the rewrites that would.
         verify: check each rewrite at compile time against eager in fp64 on generated inputs.
         strict: raise on an internal error of a pass, instead of compiling the graph as it is.
-        min_saving: smallest share of the floating-point operations that packing must save in a step, in [0, 1). Below
-            it the step runs padded.
+        min_saving: smallest share of the floating-point operations that packing must save in a step, in [0,
+            1). Below it the step runs padded.
         pipeline: name in the entry point group ``gemopt.pipelines``, or a callable
             ``(Captured, Recipe, GraphReport) -> Plan | None``.
         disabled: names of passes to leave out.
@@ -52,17 +53,23 @@ class Recipe:
         saving = self.min_saving
         _check(
             isinstance(saving, (int, float)) and not isinstance(saving, bool) and 0 <= saving < 1,
-            "min_saving", saving, "a number in [0, 1)",
+            "min_saving",
+            saving,
+            "a number in [0, 1)",
         )
         pipeline = self.pipeline
         _check(
             (isinstance(pipeline, str) and pipeline != "") or callable(pipeline),
-            "pipeline", pipeline, "the name of a gemopt.pipelines entry point or a callable",
+            "pipeline",
+            pipeline,
+            "the name of a gemopt.pipelines entry point or a callable",
         )
         disabled = self.disabled
         _check(
             isinstance(disabled, (tuple, list)) and all(isinstance(name, str) for name in disabled),
-            "disabled", disabled, "a tuple of pass names",
+            "disabled",
+            disabled,
+            "a tuple of pass names",
         )
         object.__setattr__(self, "disabled", tuple(disabled))
 
@@ -70,14 +77,20 @@ class Recipe:
         value = self.padded_outputs
         allowed = 'None, "zero", or a dict from output name to "zero"'
         if isinstance(value, Mapping):
-            _check(all(isinstance(k, str) and v == "zero" for k, v in value.items()), "padded_outputs", value, allowed)
+            _check(
+                all(isinstance(k, str) and v == "zero" for k, v in value.items()),
+                "padded_outputs",
+                value,
+                allowed,
+            )
             object.__setattr__(self, "padded_outputs", dict(value))
         else:
             _check(value is None or value == "zero", "padded_outputs", value, allowed)
 
     @classmethod
     def of(cls, value: str | Recipe | Mapping[str, Any] | None = None, **overrides: Any) -> Recipe:
-        """The recipe meant by ``value``: a precision name, a Recipe, a dict of fields, or None for the defaults.
+        """The recipe meant by ``value``: a precision name, a Recipe, a dict of fields, or None for the
+        defaults.
 
         ``overrides`` are fields; one that is None keeps what ``value`` says.
 
@@ -98,7 +111,9 @@ class Recipe:
             return cls(**{"precision": value, **overrides})
         if isinstance(value, Mapping):
             return cls(**{**value, **overrides})
-        raise TypeError(f"recipe: got {value!r}; allowed are a Recipe, one of {_PRECISIONS}, a dict of fields, or None")
+        raise TypeError(
+            f"recipe: got {value!r}; allowed are a Recipe, one of {_PRECISIONS}, a dict of fields, or None"
+        )
 
 
 def _check(ok: bool, name: str, value: object, allowed: str) -> None:

@@ -1,20 +1,21 @@
 """Capture: the Dynamo graph, retraced to pre-dispatch ATen inside the Dynamo backend.
 
-Why this level. A Dynamo graph is Python: ``q @ k``, ``torch.matmul`` and ``q.matmul`` are three targets, and indices hide
-``unsqueeze``. A joint graph is already differentiated and decomposed. In between, *pre-dispatch* ATen has one spelling per
-operator, keeps composite operators whole (``aten.linear``, ``aten.matmul``, ``aten.softmax.int``, ``aten.layer_norm``), and
-is not yet differentiated: a rewrite to an operator with its own backward is differentiated by autograd afterwards.
+Why this level. A Dynamo graph is Python: ``q @ k``, ``torch.matmul`` and ``q.matmul`` are three targets, and
+indices hide ``unsqueeze``. A joint graph is already differentiated and decomposed. In between, *pre-dispatch*
+ATen has one spelling per operator, keeps composite operators whole (``aten.linear``, ``aten.matmul``,
+``aten.softmax.int``, ``aten.layer_norm``), and is not yet differentiated: a rewrite to an operator with its
+own backward is differentiated by autograd afterwards.
 
-What the retrace keeps: the symbols of Dynamo's ShapeEnv (so that guards hold for the rewritten graph too), source lines
-and module paths, autocast and grad-mode switches as ordered nodes, and the recompute tags of checkpointed bodies.
+What the retrace keeps: the symbols of Dynamo's ShapeEnv (so that guards hold for the rewritten graph too),
+source lines and module paths, autocast and grad-mode switches as ordered nodes, and the recompute tags of
+checkpointed bodies.
 """
 
 from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,11 +23,13 @@ import torch
 import torch.fx as fx
 import torch.fx.traceback as fx_traceback
 from torch._guards import TracingContext
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._higher_order_ops import wrap
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast, _UnmanagedAutocast
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.experimental.symbolic_shapes import PropagateUnbackedSymInts
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, SelectiveCheckpointContext
 
 
 class CaptureError(Exception):
@@ -41,15 +44,19 @@ class Captured:
     """A pre-dispatch ATen graph and its inputs, in placeholder order.
 
     Attributes:
-        gm: the graph. Every node has ``meta["val"]`` (a FakeTensor, SymInt, or None for mode switches) and, where Dynamo
-            knew them, ``stack_trace`` and ``nn_module_stack``. Nodes of checkpointed bodies have ``meta["recompute"]``
-            and ``meta["ac_graph_id"]``.
-        example_inputs: FakeTensors of ``fake_mode`` and SymInts, one per placeholder; ``requires_grad`` is the caller's.
-        input_names: user-level names: ``"ids"``, ``"self.embedding.weight"``; the placeholder's own where unknown.
+        gm: the graph. Every node has ``meta["val"]`` (a FakeTensor or SymInt; None for mode switches) and,
+            where Dynamo knew them, ``stack_trace`` and ``nn_module_stack``. Nodes of checkpointed bodies have
+            ``meta["recompute"]`` and ``meta["ac_graph_id"]``.
+        example_inputs: FakeTensors of ``fake_mode`` and SymInts, one per placeholder; ``requires_grad`` is
+            the caller's.
+        input_names: user-level names: ``"ids"``, ``"self.embedding.weight"``; the placeholder's own if
+            unknown.
         output_names: ``"output[0]"``, ... in the order of the graph's flat outputs.
         is_training_graph: grad mode was on and some input requires grad.
         fake_mode: the fake mode of the compilation; its ``shape_env`` owns the symbols.
         real_inputs: what Dynamo handed over: tensors with data, and SymInts. Read them, never write them.
+        ambient_autocast: device type -> dtype, for each kind of device whose autocast was on around the call.
+            No node says so; the metas have the dtypes it leads to.
     """
 
     gm: fx.GraphModule
@@ -59,10 +66,11 @@ class Captured:
     is_training_graph: bool
     fake_mode: FakeTensorMode
     real_inputs: list[Any] = field(repr=False)
+    ambient_autocast: dict[str, torch.dtype] = field(default_factory=dict)
 
 
 def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Captured:
-    """Retrace a Dynamo graph to pre-dispatch ATen. Call it inside a Dynamo backend, before the inner compiler.
+    """Retrace a Dynamo graph to pre-dispatch ATen. To be called inside a Dynamo backend.
 
     Args:
         gm: the graph Dynamo passes to a backend. It is not changed.
@@ -76,48 +84,53 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Captured:
     _refuse_inexpressible(gm)
     fakes = [_to_fake(x, fake_mode) for x in example_inputs]
     with fx_traceback.preserve_node_meta(), fake_mode:
-        retraced = make_fx(lambda *args: _Retrace(gm).run(*args), pre_dispatch=True)(*map(_trace_copy, fakes))
-    names = _adopt_placeholders(retraced, gm)
-    training = torch.is_grad_enabled() and any(
-        isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs
-    )
+        run = lambda *args: _Retrace(gm).run(*args)  # noqa: E731
+        retraced = make_fx(run, pre_dispatch=True)(*map(_trace_copy, fakes))
+    retraced.meta["ambient_grad"] = torch.is_grad_enabled()
     outputs = retraced.graph.output_node().args[0]
     count = len(outputs) if isinstance(outputs, (tuple, list)) else 1
     return Captured(
         gm=retraced,
         example_inputs=fakes,
-        input_names=names,
+        input_names=_adopt_placeholders(retraced, gm),
         output_names=[f"output[{i}]" for i in range(count)],
-        is_training_graph=training,
+        is_training_graph=trains(example_inputs),
         fake_mode=fake_mode,
         real_inputs=list(example_inputs),
+        ambient_autocast=_ambient_autocast(example_inputs),
     )
 
 
+def trains(inputs: Sequence[Any]) -> bool:
+    """Whether grad mode is on and some input requires grad."""
+    return torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs)
+
+
 def regions(gm: fx.GraphModule) -> dict[fx.Node, tuple]:
-    """The autocast and grad-mode region of every node.
+    """The grad-mode and autocast region of every node of a captured graph.
 
     Returns:
-        ``{node: (grad, autocast, ...)}``. Two nodes have equal tuples exactly if the same switches are in force at both.
-        ``grad`` is True, False, or None for the mode the graph was called in; each further entry is the argument tuple of
-        an autocast block that is open there, outermost first. A switch belongs to the region it opens or closes into.
+        ``{node: (grad, autocast, ...)}``. Two nodes have equal tuples exactly if the same switches are in
+        force at both. ``grad`` is the grad mode; each further entry is the argument tuple (device type,
+        dtype, enabled, cache) of an autocast block that is open there, outermost first. Autocast around the
+        call is in no tuple: it is the same for all. A switch itself has the region it leads to.
     """
-    grad: bool | None = None
-    casts: list[tuple[fx.Node, tuple]] = []
+    grad = gm.meta.get("ambient_grad", True)
+    casts: list[fx.Node] = []
     result: dict[fx.Node, tuple] = {}
     for node in gm.graph.nodes:
         if node.op == "call_function":
             if node.target is torch._C._set_grad_enabled:
                 grad = bool(node.args[0])
             elif node.target is _enter_autocast:
-                casts.append((node, tuple(map(str, node.args))))
+                casts.append(node)
             elif node.target is _exit_autocast:
-                casts = [c for c in casts if c[0] is not node.args[0]]
-        result[node] = (grad, *(args for _, args in casts))
+                casts.remove(node.args[0])
+        result[node] = (grad, *(cast.args for cast in casts))
     return result
 
 
-# ---------------------------------------------------------------------------------------------------- inputs
+# ---------------------------------------------------------------------------------------------- inputs
 
 
 def _fake_mode() -> FakeTensorMode:
@@ -127,9 +140,15 @@ def _fake_mode() -> FakeTensorMode:
     return context.fake_mode
 
 
+def _ambient_autocast(inputs: Sequence[Any]) -> dict[str, torch.dtype]:
+    devices = {x.device.type for x in inputs if isinstance(x, torch.Tensor)} | {"cpu", "cuda"}
+    usable = [d for d in sorted(devices) if torch.amp.is_autocast_available(d)]
+    return {d: torch.get_autocast_dtype(d) for d in usable if torch.is_autocast_enabled(d)}
+
+
 def _to_fake(x: Any, fake_mode: FakeTensorMode) -> Any:
     """The FakeTensor that AOTAutograd would make of ``x``: same mode, same symbols as in Dynamo's guards."""
-    if not isinstance(x, torch.Tensor):
+    if not isinstance(x, torch.Tensor) or (isinstance(x, FakeTensor) and x.fake_mode is fake_mode):
         return x
     context = TracingContext.try_get()
     symbolic = context.tensor_to_context.get(x) if context is not None else None
@@ -140,10 +159,14 @@ def _to_fake(x: Any, fake_mode: FakeTensorMode) -> Any:
 def _trace_copy(x: Any) -> Any:
     """An alias of a fake input with an autograd history of its own.
 
-    ``from_tensor`` memoises: an in-place operator run on the memoised fake itself would leave a ``grad_fn`` on the very
-    object that the inner compiler receives as a leaf afterwards.
+    ``from_tensor`` memoises: an in-place operator run on the memoised fake itself would leave a ``grad_fn``
+    on the very object that the inner compiler receives as a leaf afterwards.
     """
-    return x.detach().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x
+    if (
+        not isinstance(x, torch.Tensor) or x.item_memo is not None
+    ):  # the memo names the symbol of a wrapped float
+        return x
+    return x.detach().requires_grad_(x.requires_grad)
 
 
 def _refuse_inexpressible(gm: fx.GraphModule) -> None:
@@ -167,19 +190,16 @@ def _adopt_placeholders(retraced: fx.GraphModule, gm: fx.GraphModule) -> list[st
     theirs = gm.graph.find_nodes(op="placeholder")
     for mine, other in zip(retraced.graph.find_nodes(op="placeholder"), theirs, strict=True):
         adopt_placeholder(mine, other)
-        name = _input_name(other)
-        names.append(name)
-        identifier = re.sub(r"\W+", "_", name).strip("_") or other.name
-        if not identifier[0].isalpha():
-            identifier = f"input_{identifier}"
-        mine._rename(identifier)
+        names.append(_input_name(other))
+        identifier = re.sub(r"\W+", "_", names[-1]).strip("_")
+        mine._rename(identifier if identifier[:1].isalpha() else f"input_{identifier}")
         mine.target = mine.name
     retraced.recompile()
     return names
 
 
 def adopt_placeholder(mine: fx.Node, other: fx.Node | None) -> None:
-    """Copy what AOTAutograd reads from Dynamo's placeholders: source (guards) and static-input marks (CUDA graphs)."""
+    """Copy what AOTAutograd reads from Dynamo's placeholders: guard source, mark of a static input."""
     mine._dynamo_source = getattr(other, "_dynamo_source", None)  # type: ignore[attr-defined]
     if other is not None and "tensor_dict" in other.meta:
         mine.meta["tensor_dict"] = other.meta["tensor_dict"]
@@ -196,78 +216,96 @@ def _input_name(node: fx.Node) -> str:
     source = getattr(node, "_dynamo_source", None)
     if source is None:
         return node.name
-    name = source.name if isinstance(source.name, str) else source.name()  # a method up to torch 2.11
+    name = source.name if isinstance(source.name, str) else source.name()  # a method in older versions
     for pattern, replacement in _SOURCE_STEPS:
         name = pattern.sub(replacement, name)
     return name or node.name
 
 
-# ---------------------------------------------------------------------------------------------------- the retrace
+# ---------------------------------------------------------------------------------------------- the retrace
 
 
 class _Retrace(PropagateUnbackedSymInts):
-    """Runs a Dynamo graph under ``make_fx``; the two things that do not retrace by themselves are done by hand."""
-
-    def __init__(self, gm: fx.GraphModule) -> None:
-        super().__init__(gm)
-        self._open_autocasts: dict[Any, _UnmanagedAutocast] = {}
+    """Runs a Dynamo graph under ``make_fx``; does by hand what does not retrace by itself."""
 
     def call_function(self, target: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         if target is _enter_autocast:
-            return self._enter_autocast(args)
+            # Calling it under make_fx only writes the node. Entering the context also writes it, and puts
+            # autocast in force, so that the metas of the operators inside show the dtypes they will have.
+            mode = _UnmanagedAutocast(*args)
+            mode.__enter__()
+            torch.set_autocast_cache_enabled(False)  # the cache would keep casts of fake weights
+            return mode
         if target is _exit_autocast:
-            args[0].__exit__(None, None, None)  # emits the _exit_autocast node
+            args[0].__exit__(None, None, None)
             return None
         if isinstance(target, torch._ops.HigherOrderOperator):
             if target is torch.ops.higher_order.tag_activation_checkpoint:
-                return self._inline_checkpoint(*args, **kwargs)
+                return _CheckpointBody(args[0]).run(*args[1:])  # kwargs are checkpoint's own settings
             raise CaptureError(f"the graph holds higher-order operator {target.name()!r}")
         return super().call_function(target, args, kwargs)
 
-    @staticmethod
-    def _enter_autocast(args: tuple) -> _UnmanagedAutocast:
-        # Calling _enter_autocast under make_fx only writes the node. Entering the context also writes it, and puts
-        # autocast in force, so that the metas of the operators inside show the dtypes they will really have.
-        mode = _UnmanagedAutocast(*args)
-        mode.__enter__()
-        torch.set_autocast_cache_enabled(False)  # else the cache would keep casts of fake weights
-        return mode
-
-    def _inline_checkpoint(self, body: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
-        return _CheckpointBody(body).run(*args)
-
 
 class _CheckpointBody(_Retrace):
-    """Inlines a checkpointed body and tags its operators as AOTAutograd's own handling of the operator would.
+    """Inlines a checkpointed body and tags its operators as AOTAutograd does when it traces into one.
 
-    The partitioner recomputes in the backward what carries ``recompute`` and ``ac_graph_id``.
+    The partitioner recomputes in the backward what carries ``recompute`` (a policy) and ``ac_graph_id``
+    (which body). A selective policy speaks of the operators below this level: an operator that decomposes
+    into several is saved if the policy saves one of them.
     """
 
     def __init__(self, body: fx.GraphModule) -> None:
         super().__init__(body)
-        from torch._higher_order_ops.wrap import uid
-
-        self._graph_id = next(uid)
+        self._graph_id = next(wrap.uid)
+        self._policy_fn = _selective_policy(body)
 
     def run_node(self, n: fx.Node) -> Any:
-        with _new_nodes() as new:
+        graph = get_proxy_mode().tracer.graph  # type: ignore[union-attr]
+        before = len(graph.nodes)
+        with _Policies(self._policy_fn) as policies:
             result = super().run_node(n)
-        from torch.utils.checkpoint import CheckpointPolicy
-
-        for node in new:
-            if node.op == "call_function" and "ac_graph_id" not in node.meta:
+        for node in itertools.islice(reversed(graph.nodes), len(graph.nodes) - before):
+            if node.op == "call_function" and "ac_graph_id" not in node.meta:  # the innermost body wins
                 node.meta["ac_graph_id"] = self._graph_id
-                node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
+                node.meta["recompute"] = policies.strongest()
         return result
 
 
-@contextmanager
-def _new_nodes() -> Iterator[list[fx.Node]]:
-    """A list that holds, at exit, the nodes the current ``make_fx`` wrote inside the block."""
-    mode = get_proxy_mode()
-    assert mode is not None
-    graph = mode.tracer.graph
-    before = len(graph.nodes)
-    new: list[fx.Node] = []
-    yield new
-    new.extend(itertools.islice(reversed(graph.nodes), len(graph.nodes) - before))
+def _selective_policy(body: fx.GraphModule) -> Callable[..., Any] | None:
+    context_fn = body.meta.get("_checkpoint_context_fn")
+    if context_fn is None:
+        return None
+    forward_context, _ = context_fn()
+    policy_fn = getattr(forward_context, "policy_fn", None)
+    if policy_fn is None:
+        kind = type(forward_context).__name__
+        raise CaptureError(f"checkpoint with a context_fn that is not a selective policy: {kind}")
+    return policy_fn
+
+
+class _Policies(TorchDispatchMode):
+    """Asks a selective-checkpoint policy about every operator run inside."""
+
+    _SAVE = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
+
+    def __init__(self, policy_fn: Callable[..., Any] | None) -> None:
+        super().__init__()
+        self._policy_fn = policy_fn
+        self._seen: list[CheckpointPolicy] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if self._policy_fn is not None and func not in SAC_IGNORED_OPS:
+            context = SelectiveCheckpointContext(is_recompute=False)
+            context.op_output = out
+            policy = self._policy_fn(context, func, *args, **(kwargs or {}))
+            if isinstance(policy, bool):
+                policy = CheckpointPolicy.MUST_SAVE if policy else CheckpointPolicy.PREFER_RECOMPUTE
+            self._seen.append(policy)
+        return out
+
+    def strongest(self) -> CheckpointPolicy:
+        for policy in (*self._SAVE, CheckpointPolicy.MUST_RECOMPUTE):
+            if policy in self._seen:
+                return policy
+        return CheckpointPolicy.PREFER_RECOMPUTE

@@ -25,7 +25,7 @@ class Rewrite:
         source: ``file:line`` of the user's code.
         before: what stood there, in one line.
         after: what stands there now, in one line.
-        assumptions: what has to hold at run time. Those a step can check cheaply are checked; a broken one runs padded.
+        assumptions: what has to hold at run time; cheap ones are checked each step, a broken one runs padded.
         exactness: how the results relate (``exact``, ``same up to rounding``, ``same distribution``).
         verified: the rewrite was compared with the original on generated inputs: passed, failed, or not.
         reason: why it is worth it, and why it is legal.

@@ -1,0 +1,23 @@
+"""The rewrites. One file a pass; `default_pipeline` is what ``gemopt.compile`` runs unless a recipe names another."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gemopt.graph.capture import Captured
+from gemopt.graph.plan import Plan
+
+
+def default_pipeline(captured: Captured, recipe: Any, report: Any) -> Plan | None:
+    """Canonicalise, recognise, unpad. Returns the plan of the packed graph, or None where nothing is gained."""
+    from gemopt.passes.canonicalise import canonicalise
+    from gemopt.passes.unpad import unpad
+
+    report.record_graph("capture", captured.gm)
+    canonicalise(captured.gm)
+    report.record_graph("canonicalise", captured.gm)
+    plan = unpad(captured, recipe, report)
+    if plan is not None:
+        report.record_graph("unpad", plan.packed)
+        report.record_graph("prologue", plan.prologue)
+    return plan

@@ -1,0 +1,509 @@
+"""Writing the packed graph.
+
+A packed tensor is stored as ``[T, *rest]``: one leading dim for the rows of its row set, then the dims of the original in
+their order with the row axes taken out (a dim that was nothing but row axes vanishes; ``[B, H, L, d]`` is ``[T, H, d]``,
+``[B*H, L, d]`` too). Every op is written again in its original place, so autocast, grad-mode and checkpoint regions stay
+what they were; what it reads is fetched in the layout it needs:
+
+    all row axes     the packed tensor, repacked if it is stored on another set, or packed now if it is stored padded
+    one row axis     per-sample or positional terms, gathered by the row's coordinate
+    none             as it is
+
+Readers that do not run packed get an `unpack` whose fill is the tensor's fact (0 if the other rows are dead).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from gemopt import ops
+from gemopt.graph import terms as t
+from gemopt.graph.attention import Site
+from gemopt.graph.extras import Extras
+from gemopt.graph.layout import Layout
+from gemopt.graph.prologue import Sizes, copy_inputs
+from gemopt.graph.rowsets import Rows, RowSet
+from gemopt.graph.slots import Access, Info, argument, is_tensor, op_name, shape_of
+from gemopt.graph.sinks import absorb
+from gemopt.graph.terms import Term
+from gemopt.graph.units import Unit, all_units, kept_dims, kept_units, plain_slots
+
+aten = torch.ops.aten
+
+_CARRIED_META = ("stack_trace", "nn_module_stack", "recompute", "ac_graph_id", "custom", "seq_nr", "source_fn_stack")
+
+
+class Emitter:
+    """Builds the packed graph of a captured graph under a layout."""
+
+    def __init__(self, gm: fx.GraphModule, layout: Layout, regions: dict[fx.Node, Any]) -> None:
+        self.gm, self.layout, self.known, self.live = gm, layout, layout.known, layout.live
+        self.graph, env = copy_inputs(gm.graph)
+        self.sizes = Sizes(self.graph, list(env.values()))
+        self.extras = Extras(self.graph, list(env.values())[-1])
+        self.regions = regions
+        self.env: dict[fx.Node, fx.Node] = env  # padded form
+        self.phys: dict[fx.Node, fx.Node] = {}  # packed form
+        self._converted: dict[Any, fx.Node] = {}
+        self._at: fx.Node | None = None
+
+    # ------------------------------------------------------------ driver
+
+    def run(self) -> fx.GraphModule:
+        for node in self.gm.graph.nodes:
+            self._at = node
+            if node.op == "placeholder":
+                continue
+            if node.op == "output":
+                self._output(node)
+            elif node in self.layout.packed:
+                self.phys[node] = self._packed(node)
+            else:
+                absorbed = absorb(self, node)
+                self.env[node] = absorbed if absorbed is not None else self._copy(node)
+        _placeholders_first(self.graph)
+        self.graph.eliminate_dead_code(_must_stay)
+        self.graph.lint()
+        return fx.GraphModule(self.gm, self.graph, "Packed")
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        node = self.graph.call_function(target, args, kwargs)
+        assert self._at is not None
+        node.meta.update({k: self._at.meta[k] for k in _CARRIED_META if k in self._at.meta})
+        return node
+
+    def _copy(self, node: fx.Node) -> fx.Node:
+        fx.node.map_arg((node.args, node.kwargs), self.padded)
+        return self.graph.node_copy(node, self.padded)
+
+    def _output(self, node: fx.Node) -> None:
+        args = fx.node.map_arg(node.args, self._as_original)
+        self.graph.output(args[0])
+
+    def _as_original(self, node: fx.Node) -> fx.Node:
+        """An output with the strides eager gives it."""
+        made_here = node in self.phys
+        result = self.padded(node)
+        if made_here and is_tensor(node) and not node.meta["val"].is_contiguous():
+            value = node.meta["val"]
+            order = sorted(range(value.ndim), key=lambda d: _stride_rank(value, d))
+            inverse = [order.index(d) for d in range(value.ndim)]
+            result = self.call(aten.permute.default, result, order)
+            result = self.call(aten.clone.default, result, memory_format=torch.contiguous_format)
+            return self.call(aten.permute.default, result, inverse)
+        if made_here:
+            return self.call(aten.contiguous.default, result)
+        return result
+
+    # ------------------------------------------------------------ fetching
+
+    def _key(self, *parts: Any) -> Any:
+        """Conversions are shared within one grad-mode, autocast and checkpoint region only."""
+        assert self._at is not None
+        return (*parts, self.regions.get(self._at), self._at.meta.get("ac_graph_id"))
+
+    def _cached(self, key: Any, make: Callable[[], fx.Node]) -> fx.Node:
+        if key not in self._converted:
+            self._converted[key] = make()
+        return self._converted[key]
+
+    def padded(self, node: fx.Node) -> fx.Node:
+        if node in self.phys:
+            return self._cached(self._key("padded", node), lambda: self._unpack(node))
+        return self.env[node]
+
+    def rows_of(self, x: fx.Node, slots: tuple[int, ...], s: RowSet) -> fx.Node:
+        """``[T_s, *rest]`` of a tensor whose slots ``slots`` are the row axes of ``s``."""
+        return self._cached(self._key("rows", x, slots, s), lambda: self._rows_of(x, slots, s))
+
+    def _rows_of(self, x: fx.Node, slots: tuple[int, ...], s: RowSet) -> fx.Node:
+        own = self.layout.rows.get(x)
+        if x in self.phys and own is not None and own.slots == slots:
+            if own.set is s:
+                return self.phys[x]
+            fact = self.known.facts.get(x)
+            if fact is None or t.implies(s.predicate, own.set.predicate):
+                return self.call(ops.pack, self.phys[x], self.extras.repack(own.set, s))
+        info = self.known.info(x)
+        units = kept_units(info, slots)
+        front = self.arrange(self.padded(x), all_units(info), [*slots, *units], info)
+        flat = self.reshape(front, [-1, *self._kept_sizes(info, slots)])
+        return self.call(ops.pack, flat, self.extras.index(s))
+
+    def axis_of(self, x: fx.Node, slot: int, axis: int, s: RowSet) -> fx.Node:
+        """``[T_s, *rest]`` of a tensor that has one of the row axes: gathered by coordinate."""
+
+        def make() -> fx.Node:
+            info = self.known.info(x)
+            front = self.arrange(self.padded(x), all_units(info), [slot, *kept_units(info, [slot])], info)
+            front = self.reshape(front, [self.sizes[info.sizes[slot]], *self._kept_sizes(info, [slot])])
+            return self.call(aten.index_select.default, front, 0, self.extras.axis(s, axis))
+
+        return self._cached(self._key("axis", x, slot, axis, s), make)
+
+    def fetch(self, access: Access, rows: Rows) -> tuple[fx.Node, list[int], bool]:
+        """An operand in the layout of ``rows``: the tensor, the operand's dims it still has, whether it has rows."""
+        x, plain = access.operand, plain_slots(access)
+        slots = [plain.get(s) for s in rows.slots]
+        info = self.known.info(x)
+        present = [i for i, s in enumerate(slots) if s is not None]
+        if len(present) == len(slots):
+            own = tuple(s for s in slots if s is not None)
+            return self.rows_of(x, own, rows.set), kept_dims(info, own), True
+        if present:
+            slot = slots[present[0]]
+            assert slot is not None
+            return self.axis_of(x, slot, present[0], rows.set), kept_dims(info, [slot]), True
+        return self.padded(x), list(range(len(info.dims))), False
+
+    def aligned(self, access: Access, node: fx.Node, rows: Rows) -> fx.Node:
+        """An operand of a broadcasting op, reshaped so that it lines up with the packed result."""
+        tensor, kept, has_rows = self.fetch(access, rows)
+        x_info, info = self.known.info(access.operand), self.known.info(node)
+        shift = len(info.dims) - len(x_info.dims)
+        wanted = kept_dims(info, rows.slots)
+        if [d - shift for d in wanted] == kept:
+            return tensor
+        shape: list[Any] = []
+        for d in wanted:
+            own = d - shift
+            shape.append(self._dim_size(x_info, own, rows, access) if own in kept else 1)
+        if not has_rows:
+            while shape and shape[0] == 1 and len(shape) > 1:
+                shape = shape[1:]
+            return self.reshape(tensor, shape)
+        return self.reshape(tensor, [-1, *shape])
+
+    def _dim_size(self, info: Info, dim: int, rows: Rows, access: Access) -> fx.Node | int:
+        gone = {i for s, i in plain_slots(access).items() if s in rows.slots}
+        own = [info.sizes[s] for s in info.dim_slots()[dim] if s not in gone]
+        return self.sizes[sympy.prod(own)]
+
+    # ------------------------------------------------------------ shapes
+
+    def _kept_sizes(self, info: Info, slots: Sequence[int]) -> list[fx.Node | int]:
+        gone = set(slots)
+        dim_slots = info.dim_slots()
+        return [
+            self.sizes[sympy.prod([info.sizes[s] for s in dim_slots[d] if s not in gone])]
+            for d in kept_dims(info, slots)
+        ]
+
+    def reshape(self, tensor: fx.Node, shape: list[Any]) -> fx.Node:
+        return self.call(aten.reshape.default, tensor, shape)
+
+    def arrange(self, tensor: fx.Node, have: list[Unit], want: list[Unit], info: Info) -> fx.Node:
+        """Split ``tensor`` into units (if any dim is merged) and order them as ``want``."""
+        if len(have) != len(info.dims):
+            tensor = self.reshape(tensor, [self._unit_size(u, info) for u in have])
+        order = [have.index(u) for u in want]
+        if order != list(range(len(order))):
+            tensor = self.call(aten.permute.default, tensor, order)
+        return tensor
+
+    def _unit_size(self, unit: Unit, info: Info) -> fx.Node | int:
+        return 1 if isinstance(unit, tuple) else self.sizes[info.sizes[unit]]
+
+    def spread(self, tensor: fx.Node, have: list[Unit], node: fx.Node) -> fx.Node:
+        """``tensor`` with one or more leading merged units, as ``node`` is shaped: units split, ordered, merged."""
+        info = self.known.info(node)
+        tensor = self.reshape(tensor, [self._unit_size(u, info) for u in have])
+        want = [u for u in all_units(info) if u in have]
+        order = [have.index(u) for u in want]
+        if order != list(range(len(order))):
+            tensor = self.call(aten.permute.default, tensor, order)
+        if len(want) != len(info.dims) or any(len(d) > 1 for d in info.dims):
+            tensor = self.reshape(tensor, [self.sizes[e] for e in shape_of(node)])
+        return tensor
+
+    def _unpack(self, node: fx.Node) -> fx.Node:
+        rows, info = self.layout.rows[node], self.known.info(node)
+        fact = self.known.facts.get(node)
+        fill = fact.value if fact is not None else 0.0
+        count = self.sizes[sympy.prod(rows.set.sizes)]
+        flat = self.call(ops.unpack, self.phys[node], self.extras.index(rows.set), count, fill)
+        return self.spread(flat, [*rows.slots, *kept_units(info, rows.slots)], node)
+
+    # ------------------------------------------------------------ packed forms
+
+    def _packed(self, node: fx.Node) -> fx.Node:
+        site = self.layout.sites.get(node)
+        if site is not None:
+            return self._attention(site)
+        info, rows = self.known.info(node), self.layout.rows[node]
+        form: Callable[[fx.Node, Info, Rows], fx.Node] = getattr(self, f"_packed_{info.kind}")
+        return form(node, info, rows)
+
+    def _packed_pointwise(self, node: fx.Node, info: Info, rows: Rows) -> fx.Node:
+        shown = self._shows_through(node, info, rows)
+        if shown is not None:
+            return self.aligned(shown, node, rows)
+        accesses = iter(info.accesses)
+
+        def operand(n: fx.Node) -> fx.Node:
+            return self.aligned(next(accesses), node, rows) if is_tensor(n) else self.env[n]
+
+        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), operand)
+        kwargs = {k: v for k, v in kwargs.items() if k != "memory_format"}
+        return self.call(node.target, *args, **kwargs)
+
+    def _shows_through(self, node: fx.Node, info: Info, rows: Rows) -> Access | None:
+        """The operand a masking op returns unchanged on these rows (``x * mask`` where the mask holds)."""
+        inside = t.substitute(rows.set.predicate, {i: t.slot(s) for i, s in enumerate(rows.slots)})
+        name = op_name(node)
+        kept: Access | None = None
+        if name == "aten.masked_fill":
+            mask = self.known.values.operand(node, 1)
+            if mask is not None and t.implies(inside, t.not_(t.truth(mask))):
+                kept = info.accesses[0]
+        if name == "aten.mul" and len(info.accesses) == 2:
+            for i in (0, 1):
+                value = self.known.values.through(info.accesses[1 - i])
+                if value is not None and _zero_or_one(value) and t.implies(inside, t.truth(value)):
+                    kept = info.accesses[i]
+        if kept is None or kept.operand.meta["val"].dtype != node.meta["val"].dtype:
+            return None
+        return kept if len(plain_slots(kept)) == len(info.sizes) else None
+
+    def _packed_view(self, node: fx.Node, info: Info, rows: Rows) -> fx.Node:
+        access = info.accesses[0]
+        tensor, kept, _ = self.fetch(access, rows)
+        x_info = self.known.info(access.operand)
+        if op_name(node) in _PERMUTES:
+            order = _dim_order(x_info, info, access)
+            target = [1 + kept.index(order[d]) for d in kept_dims(info, rows.slots)]
+            if target == list(range(1, 1 + len(target))):
+                return tensor
+            return self.call(aten.permute.default, tensor, [0, *target])
+        old = [x_info.dims[d] for d in kept]
+        new = [info.dims[d] for d in kept_dims(info, rows.slots)]
+        gone = {s for s in rows.slots}
+        if old == new and not any(set(info.dim_slots()[d]) & gone for d in kept_dims(info, rows.slots)):
+            return tensor
+        return self.reshape(tensor, [-1, *self._kept_sizes(info, rows.slots)])
+
+    def _packed_expand(self, node: fx.Node, info: Info, rows: Rows) -> fx.Node:
+        tensor = self.aligned(info.accesses[0], node, rows)
+        sizes = self._kept_sizes(info, rows.slots)
+        have = self.known.info(info.accesses[0].operand)
+        shift = len(info.dims) - len(have.dims)
+        grows = any(info.dims[d] and (d < shift or not have.dims[d - shift]) for d in kept_dims(info, rows.slots))
+        return self.call(aten.expand.default, tensor, [-1, *sizes]) if grows else tensor
+
+    def _packed_linear(self, node: fx.Node, info: Info, rows: Rows) -> fx.Node:
+        x, _, _ = self.fetch(info.accesses[0], rows)
+        rest = fx.node.map_arg(node.args[1:], self.padded)
+        return self.call(node.target, x, *rest, **fx.node.map_arg(dict(node.kwargs), self.padded))
+
+    def _packed_mixing(self, node: fx.Node, info: Info, rows: Rows) -> fx.Node:
+        x, kept, _ = self.fetch(info.accesses[0], rows)
+        rest = list(fx.node.map_arg(node.args[1:], self.padded))
+        kwargs = fx.node.map_arg(dict(node.kwargs), self.padded)
+        if op_name(node) not in ("aten.layer_norm", "aten.rms_norm"):
+            dim = argument(node, "dim") % len(info.dims)
+            return self._with_dim(node, x, 1 + kept.index(dim))
+        return self.call(node.target, x, *rest, **kwargs)
+
+    def _with_dim(self, node: fx.Node, x: fx.Node, dim: Any, **changed: Any) -> fx.Node:
+        """The same call on ``x`` with another ``dim`` argument."""
+        assert isinstance(node.target, torch._ops.OpOverload)
+        args, kwargs = [x], {}
+        for i, a in enumerate(node.target._schema.arguments[1:], start=1):
+            given = i < len(node.args) or a.name in node.kwargs
+            value = dim if a.name == "dim" else changed.get(a.name, argument(node, a.name))
+            if not given and a.name != "dim":
+                continue
+            value = fx.node.map_arg(value, self.padded)
+            if a.kwarg_only or len(args) != i:
+                kwargs[a.name] = value
+            else:
+                args.append(value)
+        return self.call(node.target, *args, **kwargs)
+
+    def _packed_reduction(self, node: fx.Node, info: Info, rows: Rows) -> fx.Node:
+        x, kept, _ = self.fetch(info.accesses[0], rows)
+        ndim = len(self.known.info(info.accesses[0].operand).dims)
+        dim = argument(node, "dim")
+        listed = [dim] if isinstance(dim, int) else list(dim or [])
+        moved = [1 + kept.index(d % ndim) for d in listed]
+        return self._with_dim(node, x, moved[0] if isinstance(dim, int) else moved)
+
+    def _packed_embedding(self, node: fx.Node, info: Info, rows: Rows) -> fx.Node:
+        ids, _, _ = self.fetch(info.accesses[1], rows)
+        weight, *rest = fx.node.map_arg((node.args[0], *node.args[2:]), self.padded)
+        return self.call(node.target, weight, ids, *rest, **node.kwargs)
+
+    def _packed_select(self, node: fx.Node, info: Info, rows: Rows) -> fx.Node:
+        x, kept, _ = self.fetch(info.accesses[0], rows)
+        dim = node.args[1] % len(self.known.info(info.accesses[0].operand).dims)  # type: ignore[operator]
+        return self._with_dim(node, x, 1 + kept.index(dim))
+
+    _packed_slice = _packed_select
+
+    def _packed_cat(self, node: fx.Node, info: Info, rows: Rows) -> fx.Node:
+        dim = argument(node, "dim") % len(info.dims)
+        parts = [self._filled(a, node, info, rows, dim) for a in info.accesses]
+        return self.call(node.target, parts, 1 + kept_dims(info, rows.slots).index(dim))
+
+    def _filled(self, access: Access, node: fx.Node, info: Info, rows: Rows, dim: int) -> fx.Node:
+        """cat does not broadcast: a part must have its rows."""
+        return self.fetch(access, rows)[0]
+
+    def _packed_stack(self, node: fx.Node, info: Info, rows: Rows) -> fx.Node:
+        dim = argument(node, "dim") % len(info.dims)
+        parts = [self.fetch(a, rows)[0] for a in info.accesses]
+        return self.call(node.target, parts, 1 + kept_dims(info, rows.slots).index(dim))
+
+    # ------------------------------------------------------------ attention
+
+    def _attention(self, site: Site) -> fx.Node:
+        rows, keys = self.layout.rows[site.out], self.layout.key_rows[site.out]
+        heads = self._heads(site, rows)
+        q_slots = self._operand_slots(site.q_exprs, [site.out_slots[s] for s in rows.slots])
+        q = self._operand(site.q, site.q_exprs, q_slots, rows.set, heads)
+        k = self._operand(site.k, site.k_exprs, keys.slots, keys.set, heads)
+        v_axes = [site.k_exprs[s].args[0] for s in keys.slots]  # type: ignore[union-attr]
+        v = self._operand(site.v, site.v_exprs, self._operand_slots(site.v_exprs, v_axes), keys.set, heads)
+        q, k, v = (self._cast(x, o, site) for x, o in ((q, site.q), (k, site.k), (v, site.v)))
+        out = self.call(ops.jagged_attention, q, k, v, *self._attention_sizes(rows, keys), **self._options(site, rows, keys))
+        value = site.out.meta["val"].dtype
+        if value != self._compute_dtype(site):
+            out = self.call(aten._to_copy.default, out, dtype=value)
+        return self._attention_result(site, out, rows, heads)
+
+    def _attention_sizes(self, rows: Rows, keys: Rows) -> list[Any]:
+        return [
+            self.extras.offsets(rows.set), self.extras.offsets(keys.set),
+            self.sizes[rows.set.sizes[-1]], self.sizes[keys.set.sizes[-1]],
+        ]  # fmt: skip
+
+    def _options(self, site: Site, rows: Rows, keys: Rows) -> dict[str, Any]:
+        band = site.parts.band
+        options: dict[str, Any] = {"scale": site.scale}
+        if band.causal:
+            options["causal"] = True
+        left = -1 if band.left is None else band.left
+        right = -1 if band.right is None or band.causal else band.right
+        if (left, right) != (-1, -1):
+            options["window"] = (left, right)
+        banded = band.causal or "window" in options
+        if banded and (rows.set is not keys.set or "window" in options):
+            options["q_positions"] = self.extras.axis(rows.set, rows.set.token)
+            options["k_positions"] = self.extras.axis(keys.set, keys.set.token)
+        if site.dropout:
+            options["dropout_p"] = site.dropout
+            device = site.out.meta["val"].device
+            options["seed"] = self.call(aten.randint.low, 0, 2**62, [1], dtype=torch.int64, device=device)
+        return options
+
+    def _heads(self, site: Site, rows: Rows) -> list[int]:
+        sequence = {site.out_slots[s] for s in rows.slots}
+        return sorted(s for s in site.batch if s not in sequence)
+
+    def _operand_slots(self, exprs: Sequence[Term | None], axes: Sequence[int | None]) -> tuple[int, ...]:
+        own = {e.args[0]: i for i, e in enumerate(exprs) if e is not None}
+        return tuple(own[a] for a in axes if a is not None)
+
+    def _operand(
+        self, x: fx.Node, exprs: Sequence[Term | None], slots: tuple[int, ...], s: RowSet, heads: list[int]
+    ) -> fx.Node:
+        """``[T, H, D]`` of an operand: heads in the order of the score slots, then the feature axis."""
+        info = self.known.info(x)
+        tensor = self.rows_of(x, slots, s)
+        units = kept_units(info, slots)
+        order: list[Unit] = [self._operand_slots(exprs, [h])[0] for h in heads]
+        order += [u for u in units if isinstance(u, int) and u not in order]
+        order += [u for u in units if isinstance(u, tuple)]
+        if units != order:
+            tensor = self.reshape(tensor, [-1, *[self._unit_size(u, info) for u in units]])
+            tensor = self.call(aten.permute.default, tensor, [0, *[1 + units.index(u) for u in order]])
+        head_count = self.sizes[sympy.prod([info.sizes[u] for u in order[: len(heads)] if isinstance(u, int)])]
+        width = self.sizes[sympy.prod([info.sizes[u] for u in order[len(heads) :] if isinstance(u, int)])]
+        if units == order and len(heads) == 1 and len(units) == 2 and len(kept_dims(info, slots)) == 2:
+            return tensor
+        return self.reshape(tensor, [-1, head_count, width])
+
+    def _compute_dtype(self, site: Site) -> torch.dtype:
+        """What the products run in: eager's score dtype (autocast lowers it), never less than the operands agree on."""
+        return site.score_dtype
+
+    def _cast(self, x: fx.Node, operand: fx.Node, site: Site) -> fx.Node:
+        wanted = self._compute_dtype(site)
+        if operand.meta["val"].dtype == wanted:
+            return x
+        return self.call(aten._to_copy.default, x, dtype=wanted)
+
+    def _attention_result(self, site: Site, out: fx.Node, rows: Rows, heads: list[int]) -> fx.Node:
+        """``[T, H, Dv]`` in the order of the original's remaining dims."""
+        info = self.known.info(site.out)
+        slot_of = {s: j for j, s in enumerate(site.out_slots) if s is not None}
+        features = [j for j, s in enumerate(site.out_slots) if s is None]
+        have: list[Unit] = [*(slot_of[h] for h in heads), *features]
+        want = kept_units(info, rows.slots)
+        if have == want and len(have) == 2 and len(kept_dims(info, rows.slots)) == 2:
+            return out
+        out = self.reshape(out, [-1, *[self._unit_size(u, info) for u in have]])
+        ones = [u for u in want if u not in have]
+        order = [have.index(u) for u in want if u in have]
+        if order != list(range(len(order))):
+            out = self.call(aten.permute.default, out, [0, *[1 + i for i in order]])
+        if ones or len(want) != len(kept_dims(info, rows.slots)):
+            out = self.reshape(out, [-1, *self._kept_sizes(info, rows.slots)])
+        return out
+
+
+_PERMUTES = frozenset(
+    "aten." + n for n in "permute transpose swapaxes swapdims t numpy_T mT adjoint matrix_H mH movedim moveaxis".split()
+)
+
+
+def _dim_order(x: Info, out: Info, access: Access) -> list[int]:
+    """Operand dim of each result dim of a permutation (dims of size 1 keep their relative order)."""
+    owner = {s: d for d, slots in enumerate(x.dim_slots()) for s in slots}
+    by_result = {s: owner[i] for s, i in plain_slots(access).items()}
+    ones = iter([d for d, dim in enumerate(x.dims) if not dim])
+    return [by_result[slots[0]] if slots else next(ones) for slots in out.dim_slots()]
+
+
+def _zero_or_one(value: Term) -> bool:
+    if t.is_predicate(value):
+        return True
+    return value.op == "where" and {t.constant_value(a) for a in value.args[1:]} <= {0, 1}
+
+
+def _stride_rank(value: torch.Tensor, d: int) -> tuple[float, int]:
+    """Sort key that puts the outermost dim (largest stride) first, without guarding on symbols."""
+    stride = value.stride(d)
+    inner = sum(_certainly_at_least(value.stride(e), stride) for e in range(value.ndim) if e != d)
+    return inner, d
+
+
+def _certainly_at_least(a: Any, b: Any) -> bool:
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return bool(statically_known_true(a >= b))
+
+
+def _must_stay(node: fx.Node) -> bool:
+    if node.op in ("placeholder", "output"):
+        return True
+    schema = getattr(node.target, "_schema", None)
+    if schema is not None:
+        return bool(schema.is_mutable)
+    module = getattr(node.target, "__module__", "") or ""
+    return node.op == "call_function" and not module.startswith(("gemopt", "_operator", "operator", "math"))
+
+
+def _placeholders_first(graph: fx.Graph) -> None:
+    first = next(n for n in graph.nodes if n.op != "placeholder")
+    late = False
+    for node in list(graph.nodes):
+        if node is first:
+            late = True
+        elif late and node.op == "placeholder":
+            first.prepend(node)

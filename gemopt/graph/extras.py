@@ -1,0 +1,74 @@
+"""Extra inputs of the packed graph: row indices and what follows from them.
+
+    index(S)       int64 [T]     flat (sequence, position) index of every row, ascending
+    axis(S, i)     int64 [T]     its coordinate on row axis i
+    sequence(S)    int64 [T]     its sequence number
+    offsets(S)     int64 [n+1]   first row of every sequence
+    repack(S, R)   int64 [T_R]   number in S of every row of R
+    gather(S, ..)  int64 [U]     number in S of the positions a gather reads
+
+Each kind that the packed graph asks for becomes a placeholder; `Plan` fills them at run time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import sympy
+from torch import fx
+
+from gemopt.graph.rowsets import RowSet
+from gemopt.graph.terms import Term
+
+
+@dataclass(frozen=True)
+class Extra:
+    """One extra input: ``kind`` as in the module's table, over row set ``set``."""
+
+    kind: str
+    set: RowSet
+    axis: int = 0
+    target: RowSet | None = None
+    positions: tuple[Term, ...] = ()
+    sizes: tuple[sympy.Expr, ...] = ()
+
+    @property
+    def name(self) -> str:
+        parts = [self.set.name, self.kind]
+        if self.kind == "axis":
+            parts.append(str(self.axis))
+        if self.target is not None:
+            parts.append(self.target.name)
+        return "_".join(parts)
+
+
+class Extras:
+    """The extra placeholders of a graph under construction, in the order they were first asked for."""
+
+    def __init__(self, graph: fx.Graph, after: fx.Node) -> None:
+        self._graph, self._after = graph, after
+        self.nodes: dict[Extra, fx.Node] = {}
+
+    def __getitem__(self, extra: Extra) -> fx.Node:
+        if extra not in self.nodes:
+            with self._graph.inserting_after(self._after):
+                self._after = self.nodes[extra] = self._graph.placeholder(extra.name)
+        return self.nodes[extra]
+
+    def index(self, s: RowSet) -> fx.Node:
+        return self[Extra("index", s)]
+
+    def axis(self, s: RowSet, i: int) -> fx.Node:
+        return self[Extra("axis", s, axis=i)]
+
+    def sequence(self, s: RowSet) -> fx.Node:
+        return self.axis(s, 0) if len(s.sizes) == 2 else self[Extra("sequence", s)]
+
+    def offsets(self, s: RowSet) -> fx.Node:
+        return self[Extra("offsets", s)]
+
+    def repack(self, s: RowSet, target: RowSet) -> fx.Node:
+        return self[Extra("repack", s, target=target)]
+
+    def gather(self, s: RowSet, positions: tuple[Term, ...], sizes: tuple[sympy.Expr, ...]) -> fx.Node:
+        return self[Extra("gather", s, positions=positions, sizes=sizes)]

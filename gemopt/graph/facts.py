@@ -1,0 +1,254 @@
+"""Row facts, forward: ``(value, where)`` says that a tensor equals the constant ``value`` wherever ``where`` holds.
+
+    masked_fill(x, m, v)        (v, m)                     where(c, x, v)      (v, not c)
+    x * m                       (0, m == 0)                x + m               (-inf, m == -inf)
+    f(x), f pointwise, pure     (f(v), w)                  x + y               (v + v', w and w')
+    x @ W, no bias              (0, w) if v == 0           views               renamed
+    softmax                     (0, w) if v == -inf
+
+The last four need nothing but the operand's fact; the second row assumes that padding is finite (``x * 0 == 0``), which is
+what the packed graph computes in any case. The gradient of a constant is zero, so a row under a fact asks nothing of what
+it was computed from: the mask itself is never trained (`values.computable` refuses leaves that require a gradient).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from gemopt.graph import accesses
+from gemopt.graph import terms as t
+from gemopt.graph.slots import Access, Info, argument, forward, is_tensor, op_name, shape_of
+from gemopt.graph.terms import Term
+from gemopt.graph.values import Values
+
+
+@dataclass(frozen=True)
+class Fact:
+    """The tensor equals ``value`` wherever ``where`` (over its slots) holds."""
+
+    value: float
+    where: Term
+
+
+class Analysis:
+    """Dims, values and facts of every tensor of a captured graph: one forward walk."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.infos: dict[fx.Node, Info] = {}
+        self.facts: dict[fx.Node, Fact] = {}
+        self.values = Values(self.info)
+        for node in graph.nodes:
+            if is_tensor(node):
+                self.infos[node] = accesses.info_of(node, self)
+                self.values.visit(node)
+                fact = _fact(node, self)
+                if fact is not None and fact.where != t.FALSE and not math.isnan(fact.value):
+                    self.facts[node] = fact
+
+    def info(self, node: fx.Node) -> Info:
+        return self.infos[node]
+
+    def value(self, node: fx.Node) -> Term | None:
+        return self.values[node]
+
+    def operands(self, node: fx.Node) -> list[Access]:
+        return list(self.infos[node].accesses)
+
+
+Rule = Callable[[fx.Node, Analysis], "Fact | None"]
+
+
+def _fact(node: fx.Node, known: Analysis) -> Fact | None:
+    if not node.meta["val"].dtype.is_floating_point:
+        return None
+    rule = _TABLE.get(op_name(node))
+    if rule is not None:
+        return rule(node, known)
+    info = known.info(node)
+    if info.kind in ("view", "expand", "select", "slice", "gather") and info.accesses:
+        return _renamed(info.accesses[0], known)
+    if info.kind == "pointwise" and len(info.accesses) == 1:
+        return _mapped(node, known)
+    return None
+
+
+def _renamed(access: Access, known: Analysis) -> Fact | None:
+    fact = known.facts.get(access.operand)
+    if fact is None:
+        return None
+    where = forward(fact.where, access)
+    return None if where is None else Fact(fact.value, where)
+
+
+def _mapped(node: fx.Node, known: Analysis) -> Fact | None:
+    """A pure function of one tensor and constants: apply it to the constant."""
+    (access,) = known.operands(node)
+    fact = _renamed(access, known)
+    target = node.target
+    if fact is None or not isinstance(target, torch._ops.OpOverload):
+        return None
+    if torch.Tag.nondeterministic_seeded in target.tags or any(
+        isinstance(a, fx.Node) and a is not access.operand for a in (*node.args, *node.kwargs.values())
+    ):
+        return None
+    sample = torch.tensor(fact.value, dtype=access.operand.meta["val"].dtype)
+    args = fx.node.map_arg(node.args, lambda n: sample)
+    kwargs = {k: v for k, v in fx.node.map_arg(dict(node.kwargs), lambda n: sample).items() if k != "device"}
+    try:
+        with torch.no_grad():
+            value = target(*args, **kwargs)
+    except Exception:  # a form that needs more than a scalar: no fact, which is always sound
+        return None
+    return Fact(float(value), fact.where) if value.ndim == 0 else None
+
+
+def _masked_fill(node: fx.Node, known: Analysis) -> Fact | None:
+    mask, value = known.values.operand(node, 1), node.args[2]
+    constant = known.values[value] if isinstance(value, fx.Node) and is_tensor(value) else None
+    if constant is not None:
+        value = t.constant_value(constant)
+    if mask is None or isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return _extended(node, known, float(value), t.truth(mask), 0)
+
+
+def _where(node: fx.Node, known: Analysis) -> Fact | None:
+    if len(node.args) != 3:
+        return None
+    mask = known.values.operand(node, 0)
+    if mask is None:
+        return None
+    for position, where in ((1, t.truth(mask)), (2, t.not_(t.truth(mask)))):
+        term = known.values.operand(node, position)
+        value = None if term is None else t.constant_value(term)
+        if value is not None:
+            return _extended(node, known, float(value), where, 3 - position)
+    return None
+
+
+def _extended(node: fx.Node, known: Analysis, value: float, where: Term, kept: int) -> Fact:
+    """Join with the fact of the operand that shows through where the mask does not apply."""
+    x = node.args[kept]
+    if isinstance(x, fx.Node) and is_tensor(x):
+        access = known.info(node).access(x)
+        old = None if access is None else _renamed(access, known)
+        if old is not None and old.value == value:
+            return Fact(value, t.or_(where, old.where))
+    return Fact(value, where)
+
+
+def _mul(node: fx.Node, known: Analysis) -> Fact | None:
+    zeros = []
+    for position, access in enumerate(known.operands(node)):
+        value = known.values.through(access)
+        if value is not None and node.args[position] is access.operand:
+            zeros.append(t.not_(t.truth(value)))
+        fact = _renamed(access, known)
+        if fact is not None and fact.value == 0:
+            zeros.append(fact.where)
+    if zeros:
+        where = t.or_(*zeros)
+        return None if where == t.FALSE else Fact(0.0, where)
+    return _mapped(node, known) if len(known.operands(node)) == 1 else None
+
+
+def _add(node: fx.Node, known: Analysis) -> Fact | None:
+    operands = known.operands(node)
+    if len(operands) == 1:
+        return _mapped(node, known)
+    if len(operands) != 2 or node.kwargs.get("alpha", 1) != 1:
+        return None
+    infinite = []
+    for access in operands:
+        value = known.values.through(access)
+        if value is not None:
+            infinite.append(minus_infinity(value))
+    if infinite and t.or_(*infinite) != t.FALSE:
+        return Fact(-math.inf, t.or_(*infinite))
+    a, b = (_renamed(access, known) for access in operands)
+    if a is None or b is None:
+        return None
+    sign = -1 if op_name(node) == "aten.sub" else 1
+    return Fact(a.value + sign * b.value, t.and_(a.where, b.where))
+
+
+def minus_infinity(value: Term) -> Term:
+    """Where an additive mask is -inf."""
+    if value.op == "where":
+        p, a, b = value.args
+        return t.or_(t.and_(p, minus_infinity(a)), t.and_(t.not_(p), minus_infinity(b)))
+    if value.op == "add":
+        return t.or_(*(minus_infinity(a) for a in value.args))
+    return t.const(t.constant_value(value) == -math.inf)
+
+
+def _linear(node: fx.Node, known: Analysis) -> Fact | None:
+    if len(node.args) > 2 and node.args[2] is not None:
+        return None
+    return _kept_zero(node, known)
+
+
+def _kept_zero(node: fx.Node, known: Analysis) -> Fact | None:
+    """Zero rows of the first operand stay zero rows."""
+    fact = _renamed(known.operands(node)[0], known)
+    return fact if fact is not None and fact.value == 0 else None
+
+
+def _dropout(node: fx.Node, known: Analysis) -> Fact | None:
+    return _kept_zero(node, known)
+
+
+def _softmax(node: fx.Node, known: Analysis) -> Fact | None:
+    x = node.args[0]
+    fact = known.facts.get(x) if isinstance(x, fx.Node) else None
+    if fact is None or fact.value != -math.inf or argument(node, "dim") is None:
+        return None
+    if "log" in op_name(node):
+        return Fact(-math.inf, fact.where)
+    slots = known.info(node).dim_slots()[argument(node, "dim") % len(shape_of(node))]
+    return Fact(0.0, fact.where) if fact.where.slots & set(slots) else None
+
+
+def _loss(node: fx.Node, known: Analysis) -> Fact | None:
+    """An ignored target contributes 0 to the unreduced loss."""
+    if argument(node, "reduction") != 0 or known.info(node).kind != "loss":
+        return None
+    where = ignored_targets(node, known)
+    return None if where is None else Fact(0.0, where)
+
+
+def ignored_targets(node: fx.Node, known: Analysis) -> Term | None:
+    """Over the target's slots: where a token loss ignores the row."""
+    target = node.args[1]
+    value = known.value(target) if isinstance(target, fx.Node) else None
+    ignore = argument(node, "ignore_index")
+    if value is None or not isinstance(ignore, int):
+        return None
+    if value.op == "where":  # where(mask, ids, -100): ignored where either branch is
+        p, a, b = value.args
+        return t.or_(
+            t.and_(p, t.eq(a, t.const(ignore))), t.and_(t.not_(p), t.eq(b, t.const(ignore)))
+        )
+    return t.eq(value, t.const(ignore))
+
+
+_TABLE: dict[str, Rule] = {
+    "aten." + name: rule
+    for names, rule in (
+        ("masked_fill", _masked_fill),
+        ("where", _where),
+        ("mul", _mul),
+        ("add sub", _add),
+        ("linear", _linear),
+        ("dropout", _dropout),
+        ("softmax _softmax special_softmax log_softmax _log_softmax", _softmax),
+        ("cross_entropy_loss nll_loss_nd nll_loss", _loss),
+        ("matmul mm bmm", _kept_zero),
+    )
+    for name in names.split()
+}

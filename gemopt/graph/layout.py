@@ -1,0 +1,211 @@
+"""Layout: which tensors are stored packed, as a minimum cut.
+
+A node is *packable* on a row set if its needed rows are one, its op has a packed form, and it reads every row axis of its
+operands locally. Packed, it does a fraction ``fill`` of its work; every edge between a packed and a padded node costs a
+pack or an unpack. The cheapest assignment is an s-t minimum cut:
+
+    source -> n   capacity of running n packed      fill * work(n)
+    n -> sink     capacity of running n padded      work(n)
+    n <-> m       the conversion of the edge's tensor, in either direction
+
+so a lone pointwise op between padded neighbours stays padded, and a region with a matrix product in it does not.
+Work is in byte equivalents per row (bytes moved plus FLOPs / 16, the balance of a CPU or GPU core to within a factor of
+four, which is all the decision needs).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import networkx as nx
+import sympy
+from torch import fx
+
+from gemopt.graph import terms as t
+from gemopt.graph.attention import Site
+from gemopt.graph.live import Live
+from gemopt.graph.prologue import writable
+from gemopt.graph.rowsets import Rows, RowSets
+from gemopt.graph.slots import Access, Info, op_name, shape_of
+from gemopt.graph.units import plain_slots
+
+_FILL = 0.5
+_FLOPS_PER_BYTE = 16.0
+_UNKNOWN_SIZE = 64
+_ROW_KINDS = frozenset("pointwise view expand linear mixing embedding select slice cat stack reduction".split())
+
+
+class Layout:
+    """Row sets of packable nodes, and the nodes that the cut decides to pack."""
+
+    def __init__(self, live: Live, sites: Iterable[Site], allow_cut: bool = True) -> None:
+        self.live, self.known = live, live.known
+        self.sets = RowSets()
+        self.rows: dict[fx.Node, Rows] = {}
+        self.key_rows: dict[fx.Node, Rows] = {}
+        self.sites = {s.out: s for s in sites}
+        self.refused: dict[fx.Node, str] = {}
+        for site in self.sites.values():
+            self._site(site)
+        for node, info in self.known.infos.items():
+            if node not in self.rows and node not in self.sites:
+                rows = self._rows(node, info)
+                if rows is not None:
+                    self.rows[node] = rows
+        self.packed: set[fx.Node] = self._cut() if allow_cut else set(self.rows)
+
+    # ------------------------------------------------------------ candidates
+
+    def _rows(self, node: fx.Node, info: Info) -> Rows | None:
+        if info.kind not in _ROW_KINDS or not info.accesses:
+            return None
+        need = self.live.need(node)
+        if need in (t.TRUE, t.FALSE) or not writable(need):
+            return None
+        rows = self.sets.of(need, info.sizes)
+        if rows is None or not all(local(a, rows.slots) for a in info.accesses):
+            return None
+        if not any(reads_all(a, rows.slots) for a in info.accesses):
+            # Nothing it reads has rows: an expanded table. Packing it would only copy.
+            return None if info.kind != "pointwise" else rows
+        return rows if _packed_form(node, info, rows) else None
+
+    def _site(self, site: Site) -> None:
+        """Queries and keys of an attention: sets whose token axes are the query and the key axis."""
+        need = self.live.need(site.out)
+        parts = site.parts
+        if parts.unknown is not None:
+            self.refused[site.out] = f"the mask has a part that is neither key, query nor band: {t.render(parts.unknown)}"
+            return
+        if need == t.FALSE:
+            self.refused[site.out] = "nothing reads the result"
+            return
+        token = site.out_slots.index(site.query)
+        over_scores = {j: t.slot(s) for j, s in enumerate(site.out_slots) if s is not None}
+        wanted = t.substitute(t.project(need, frozenset(over_scores)), over_scores)
+        visible = self.live.visible_keys(site, wanted)
+        if visible == t.TRUE or need == t.TRUE:
+            side = "keys" if visible == t.TRUE else "queries"
+            self.refused[site.out] = f"every row of the {side} is live"
+            return
+        rows = self.sets.of(need, self.known.info(site.out).sizes, token) if writable(need) else None
+        k_info = self.known.info(site.k)
+        key_slots = {e.args[0]: i for i, e in enumerate(site.k_exprs) if e is not None}
+        over_k = t.substitute(visible, {s: t.slot(i) for s, i in key_slots.items()})
+        keys = self.sets.of(over_k, k_info.sizes, key_slots[site.key]) if writable(over_k) else None
+        if rows is None or keys is None:
+            self.refused[site.out] = f"the live rows are not a set of (sequence, position) pairs: {t.render(need)}"
+            return
+        q_axes = [site.out_slots[s] for s in rows.slots[:-1]]
+        k_axes = [site.k_exprs[s].args[0] for s in keys.slots[:-1]]  # type: ignore[union-attr]
+        if q_axes != k_axes:
+            self.refused[site.out] = "queries and keys are grouped into sequences by different axes"
+            return
+        self.rows[site.out], self.key_rows[site.out] = rows, keys
+
+    # ------------------------------------------------------------ the cut
+
+    def _cut(self) -> set[fx.Node]:
+        network = nx.DiGraph()
+        network.add_node("packed")
+        network.add_node("padded")
+        for node in self.rows:
+            work = self.work(node)
+            network.add_edge("packed", node, capacity=work)
+            network.add_edge(node, "padded", capacity=_FILL * work)
+        for node in self.rows:
+            for operand in set(self._operands(node)):
+                cost = _bytes(operand, self.rows[node], self.known.info(operand))
+                if operand in self.rows:
+                    _tie(network, operand, node, cost)
+                elif _has_rows(self.known.info(node), operand, self.rows[node]):
+                    network.add_edge(node, "padded", capacity=network[node]["padded"]["capacity"] + _FILL * cost)
+            if any(u not in self.rows and not self._absorbs(node, u) for u in node.users):
+                extra = _bytes(node, self.rows[node], self.known.info(node))
+                network[node]["padded"]["capacity"] += extra
+        if not self.rows:
+            return set()
+        _, (packed, _) = nx.minimum_cut(network, "packed", "padded")
+        return {n for n in packed if isinstance(n, fx.Node)}
+
+    def _absorbs(self, node: fx.Node, user: fx.Node) -> bool:
+        """Whether a padded reader takes the packed tensor as it is (a sum over tokens, a gather, a loss)."""
+        return user.op == "call_function" and user in self.known.infos and self.known.info(user).kind in ("reduction", "gather", "select", "loss")
+
+    def _operands(self, node: fx.Node) -> list[fx.Node]:
+        site = self.sites.get(node)
+        return [site.q, site.k, site.v] if site else [a.operand for a in self.known.operands(node)]
+
+    def work(self, node: fx.Node) -> float:
+        """Byte equivalents per row."""
+        info = self.known.info(node)
+        rows = self.rows[node]
+        moved = _bytes(node, rows, info) + sum(_bytes(o, rows, self.known.info(o)) for o in self._operands(node))
+        if info.kind in ("view", "expand"):
+            moved = 0.01
+        flops = 0.0
+        if info.kind == "linear":
+            weight = node.args[1]
+            assert isinstance(weight, fx.Node)
+            flops = 2.0 * math.prod(_number(s) for s in shape_of(weight))
+        if node in self.sites:
+            flops = 4.0 * _UNKNOWN_SIZE * _row_elements(node, rows, info)
+        return moved + flops / _FLOPS_PER_BYTE
+
+
+def _tie(network: nx.DiGraph, a: fx.Node, b: fx.Node, cost: float) -> None:
+    for x, y in ((a, b), (b, a)):
+        if network.has_edge(x, y):
+            network[x][y]["capacity"] += cost
+        else:
+            network.add_edge(x, y, capacity=cost)
+
+
+def _number(size: sympy.Expr) -> int:
+    return int(size) if size.is_Integer else _UNKNOWN_SIZE
+
+
+def _row_elements(node: fx.Node, rows: Rows, info: Info) -> float:
+    """Elements per row, as far as they are known."""
+    if info is None:
+        return 1.0
+    return math.prod([_number(s) for s in info.sizes if s not in rows.set.sizes] or [1])
+
+
+def _bytes(node: fx.Node, rows: Rows, info: Info) -> float:
+    return _row_elements(node, rows, info) * node.meta["val"].element_size()
+
+
+def _has_rows(info: Info, operand: fx.Node, rows: Rows) -> bool:
+    access = info.access(operand)
+    return access is not None and reads_all(access, rows.slots)
+
+
+def reads_all(access: Access, slots: tuple[int, ...]) -> bool:
+    return set(slots) <= set(plain_slots(access))
+
+
+def local(access: Access, slots: tuple[int, ...]) -> bool:
+    """Every mention of a row axis in the access is plain, and rows come complete, one axis at a time, or not at all."""
+    mentioned = {s for e in access.exprs if e is not None and e.op != "slot" for s in e.slots}
+    if mentioned & set(slots):
+        return False
+    found = set(plain_slots(access)) & set(slots)
+    return len(found) in (0, 1, len(slots))
+
+
+def _packed_form(node: fx.Node, info: Info, rows: Rows) -> bool:
+    """Whether the emitter can run this op with the row axes replaced by one leading dim."""
+    name = op_name(node)
+    row_slots = set(rows.slots)
+    first = info.accesses[0] if info.kind != "embedding" else info.accesses[1]
+    if info.kind in ("view", "expand", "linear", "mixing", "embedding", "select", "slice", "reduction"):
+        if info.kind != "expand" and not reads_all(first, rows.slots):
+            return False
+        others = [a for a in info.accesses if a is not first]
+        if any(set(plain_slots(a)) & row_slots for a in others):
+            return False
+    if info.kind in ("cat", "stack"):
+        return all(set(plain_slots(a)) & row_slots for a in info.accesses)
+    return name != "aten.unflatten" or bool(info.dims)

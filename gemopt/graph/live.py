@@ -1,0 +1,215 @@
+"""Live rows, backward: which elements of every tensor can influence anything observed.
+
+    demand(x) = or over readers y of  backward(need(y), access of x in y)        lattice: False < predicates < True
+    need(x)   = demand(x) and not fact(x).where
+
+A row under a fact is a constant: nothing has to be computed for it, and whoever wants it gets the constant. That one rule
+covers masked sums, masked fills, products with a mask and unreduced losses; refinements are needed only for ops that look
+at an operand in some rows alone:
+
+    where(c, x, y)          x where c, y where not c
+    attention               keys and values where the key mask holds; queries where the output is wanted
+    cross entropy, reduced  rows whose target is not ignored
+
+Demands join by ``or``. A demand for single positions (``pos == length - 1``) that meets a mask is *assumed* to lie inside
+it; the assumption is recorded, becomes a bit of the prologue, and where it fails the padded graph runs.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import sympy
+from torch import fx
+
+from gemopt.graph import terms as t
+from gemopt.graph.attention import Site
+from gemopt.graph.facts import Analysis, ignored_targets
+from gemopt.graph.slots import Access, argument, backward, is_tensor, op_name
+from gemopt.graph.terms import Term
+
+
+@dataclass(frozen=True)
+class Subset:
+    """``small`` implies ``big`` for every index of a tensor with these slot sizes; checked by the prologue."""
+
+    small: Term
+    big: Term
+    sizes: tuple[sympy.Expr, ...]
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{t.render(self.small)} only where {t.render(self.big)} ({self.reason})"
+
+
+class Live:
+    """Demands of every tensor node, given the attention sites of the graph and what its outputs ask for."""
+
+    def __init__(
+        self, graph: fx.Graph, known: Analysis, sites: Iterable[Site], outputs: dict[fx.Node, Term] | None = None
+    ) -> None:
+        self.known = known
+        self.sites = {site.out: site for site in sites}
+        self.assumptions: list[Subset] = []
+        self.readers: dict[fx.Node, list[tuple[fx.Node, Term]]] = defaultdict(list)
+        self._demand: dict[fx.Node, Term] = {}
+        for node in reversed(graph.nodes):
+            self._visit(node, outputs or {})
+
+    def demand(self, node: fx.Node) -> Term:
+        return self._demand.get(node, t.FALSE)
+
+    def need(self, node: fx.Node) -> Term:
+        """The rows of ``node`` that have to be computed."""
+        return _without(self.demand(node), self.known.facts[node].where if node in self.known.facts else t.FALSE)
+
+    # ------------------------------------------------------------ the walk
+
+    def _visit(self, node: fx.Node, outputs: dict[fx.Node, Term]) -> None:
+        if node.op == "output":
+            for x in node.all_input_nodes:
+                self._ask(x, outputs.get(x, t.TRUE), node)
+        elif not is_tensor(node):
+            # Mode switches, sizes and multi-result ops: whatever tensor they read is live as a whole. Sizes read none.
+            if not op_name(node).startswith("aten.sym_"):
+                for x in node.all_input_nodes:
+                    self._ask(x, t.TRUE, node)
+        elif node in self.sites:
+            self._attention(self.sites[node], self.need(node))
+        else:
+            need = self.need(node)
+            if _has_side_effect(node):
+                need = t.TRUE
+            for access in self.known.operands(node):
+                self._ask(access.operand, self._contribution(node, access, need), node)
+
+    def _contribution(self, node: fx.Node, access: Access, need: Term) -> Term:
+        name, sizes = op_name(node), self.known.info(node).sizes
+        if need == t.FALSE:
+            return t.FALSE
+        if name == "aten.where" and len(node.args) == 3 and access.operand is not node.args[0]:
+            condition = self.known.values.operand(node, 0)
+            if condition is not None and node.args[1] is not node.args[2]:
+                chosen = t.truth(condition) if access.operand is node.args[1] else t.not_(t.truth(condition))
+                need = t.and_(need, chosen)
+        if self.known.info(node).kind == "loss" and argument(node, "reduction") != 0:
+            rows = self._loss_rows(node, access)
+            if rows is not None:
+                return rows
+        return backward(need, access, sizes)
+
+    def _loss_rows(self, node: fx.Node, access: Access) -> Term | None:
+        """Over the operand's slots: the rows of a reduced token loss that are not ignored."""
+        x, target = node.args[0], node.args[1]
+        assert isinstance(x, fx.Node) and isinstance(target, fx.Node)
+        ignored = ignored_targets(node, self.known)
+        labels, logits = self.known.info(target), self.known.info(x)
+        if ignored is None or access.operand not in (x, target) or x is target:
+            return None
+        if access.operand is target:
+            return t.not_(ignored)
+        rows = [logits.dim_slots()[0], *logits.dim_slots()[2:]]
+        renamed: dict[int, Term] = {}
+        for own, other in zip(labels.dim_slots(), rows, strict=True):
+            if len(own) != len(other):
+                return None
+            renamed.update({a: t.slot(b) for a, b in zip(own, other, strict=True)})
+        return t.not_(t.substitute(ignored, renamed))
+
+    def _attention(self, site: Site, need: Term) -> None:
+        if need == t.FALSE:
+            return
+        over_scores = {j: t.slot(s) for j, s in enumerate(site.out_slots) if s is not None}
+        wanted = t.substitute(t.project(need, frozenset(over_scores)), over_scores)
+        parts = site.parts
+        if parts.unknown is None and parts.query != t.TRUE and not t.implies(wanted, parts.query):
+            self.assumptions.append(
+                Subset(wanted, parts.query, self._score_sizes(site), "queries that are read are not masked")
+            )
+        self._ask(site.q, _renamed(wanted, site.q_exprs), site.out)
+        keys = self.visible_keys(site, wanted)
+        self._ask(site.k, _renamed(keys, site.k_exprs), site.out)
+        self._ask(site.v, _renamed(keys, site.v_exprs), site.out)
+
+    def visible_keys(self, site: Site, wanted: Term) -> Term:
+        """Over score slots: the keys that a wanted query may see."""
+        parts = site.parts
+        if parts.unknown is not None:
+            return t.TRUE
+        if parts.key != t.TRUE:
+            return parts.key
+        return _up_to(wanted, site.query, site.key) if parts.band.causal else t.TRUE
+
+    def _score_sizes(self, site: Site) -> tuple[sympy.Expr, ...]:
+        sizes: dict[int, sympy.Expr] = {}
+        for node, exprs in ((site.q, site.q_exprs), (site.k, site.k_exprs)):
+            for e, s in zip(exprs, self.known.info(node).sizes, strict=True):
+                if e is not None:
+                    sizes[e.args[0]] = s
+        return tuple(sizes[i] for i in range(len(sizes)))
+
+    def _ask(self, node: fx.Node, rows: Term, reader: fx.Node) -> None:
+        if rows == t.FALSE or not is_tensor(node):
+            return
+        self.readers[node].append((reader, rows))
+        self._demand[node] = self._join(node, self.demand(node), rows)
+
+    def _join(self, node: fx.Node, a: Term, b: Term) -> Term:
+        joined = t.or_(a, b)
+        parts = t.disjuncts(joined)
+        masks = [p for p in parts if not is_point(p)]
+        points = [p for p in parts if is_point(p)]
+        if not points or not masks or joined == t.TRUE:
+            return joined
+        mask = t.or_(*masks)
+        for point in points:
+            subset = Subset(point, mask, self.known.info(node).sizes, f"rows gathered from {node.name}")
+            if subset not in self.assumptions:
+                self.assumptions.append(subset)
+        return mask
+
+
+def is_point(p: Term) -> bool:
+    """A predicate that fixes one slot to a value: ``pos == length - 1``."""
+    return any(c.op == "eq0" and _fixes_slot(c) for c in t.conjuncts(p))
+
+
+def _fixes_slot(p: Term) -> bool:
+    parts, _ = t.as_linear(p.args[0])
+    return any(x.op == "slot" and abs(k) == 1 for x, k in parts.items())
+
+
+def _without(p: Term, where: Term) -> Term:
+    return p if where == t.FALSE else t.and_(p, t.not_(where))
+
+
+def _renamed(p: Term, exprs: Sequence[Term | None]) -> Term:
+    """A predicate over score slots as one over an operand's slots."""
+    inverse = {e.args[0]: t.slot(i) for i, e in enumerate(exprs) if e is not None}
+    return t.substitute(t.project(p, frozenset(inverse)), inverse)
+
+
+def _up_to(wanted: Term, query: int, key: int) -> Term:
+    """Keys at or before some wanted query, where that is again a simple predicate; else True."""
+    parts: list[Term] = []
+    for part in t.conjuncts(wanted):
+        if query not in part.slots:
+            parts.append(part)
+            continue
+        if part.op not in ("le0", "eq0"):
+            return t.TRUE
+        coefficients, _ = t.as_linear(part.args[0])
+        k = coefficients.get(t.slot(query), 0)
+        if abs(k) != 1 or (part.op == "le0" and k != 1) or any(query in x.slots for x in coefficients if x != t.slot(query)):
+            return t.TRUE
+        expression = t.scale(part.args[0], k)  # query - e
+        bound = t.substitute(expression, {query: t.slot(key)})
+        parts.append(t.le(bound, t.const(0)))
+    return t.and_(*parts)
+
+
+def _has_side_effect(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return bool(schema is not None and schema.is_mutable)

@@ -1,0 +1,231 @@
+"""The plan of one graph: prologue, packed graph, and the host's decision between packed and padded.
+
+The prologue's result is ``(stats, *tensors)``: the assumption bits and the row counts in ``stats``, then for every row set
+its mask, and ranks, offsets and gathered row numbers where the packed graph asks for them. Once the host knows the counts
+it fills the extra inputs with a few index operations; nothing else waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx
+
+from gemopt.graph import terms as t
+from gemopt.graph.extras import Extra, Extras
+from gemopt.graph.live import Subset
+from gemopt.graph.prologue import Sizes, TermWriter, copy_inputs, copy_leaf, device_of
+from gemopt.graph.rowsets import RowSet
+from gemopt.graph.terms import Term
+from gemopt.graph.values import Values
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Bit:
+    """A condition that must hold for every index of ``sizes``; `reason` is what the report says when it does not."""
+
+    predicate: Term
+    sizes: tuple[sympy.Expr, ...]
+    reason: str
+
+
+def subset_bit(subset: Subset) -> Bit:
+    return Bit(t.or_(t.not_(subset.small), subset.big), subset.sizes, f"assumption failed: {subset}")
+
+
+def range_bits(extras: Sequence[Extra]) -> list[Bit]:
+    """Every position that a gather reads lies inside the padded tensor."""
+    bits = []
+    for e in extras:
+        if e.kind == "gather":
+            for position, size in zip(e.positions, e.set.sizes, strict=True):
+                inside = t.and_(t.le(t.const(0), position), t.lt(position, t.size(size)))
+                if position.op != "slot" and inside != t.TRUE:
+                    bits.append(Bit(inside, e.sizes, "an index lies outside the padded tensor"))
+    return bits
+
+
+class Plan:
+    """What the backend compiles and runs for one graph (interface in ARCHITECTURE.md).
+
+    Attributes:
+        prologue, packed: graph modules. The first takes the captured inputs, the second also ``extra_examples``.
+        sets: the row sets, in the order of the counts in ``stats``.
+        bits: the assumptions, in the order of the bits in ``stats``.
+        last_reason: why the last `admit` said no.
+        last_counts: row counts of the last step by row set name.
+    """
+
+    def __init__(
+        self,
+        packed: fx.GraphModule,
+        source: fx.GraphModule,
+        extras: Extras,
+        assumptions: Sequence[Subset],
+        values: Values,
+        fake_mode: Any,
+        pays: Callable[[Mapping[str, int], Mapping[str, int]], bool],
+    ) -> None:
+        used = {n.target for n in packed.graph.nodes if n.op == "placeholder" and n.users}
+        for node in list(packed.graph.nodes):
+            if node.op == "placeholder" and node in extras.nodes.values() and node.target not in used:
+                packed.graph.erase_node(node)
+        packed.recompile()
+        self.packed = packed
+        self.extras = [e for e, n in extras.nodes.items() if n.target in used]
+        self.sets = list(dict.fromkeys(s for e in self.extras for s in (e.set, e.target) if s is not None))
+        self.bits = list(dict.fromkeys([*map(subset_bit, assumptions), *range_bits(self.extras)]))
+        self._pays = pays
+        self.last_reason = ""
+        self.last_counts: dict[str, int] = {}
+        self._slots: dict[Any, int] = {}
+        self.prologue = self._build_prologue(source, values)
+        self.extra_examples = self._examples(fake_mode)
+
+    # ------------------------------------------------------------ building
+
+    def _build_prologue(self, source: fx.GraphModule, values: Values) -> fx.GraphModule:
+        graph, env = copy_inputs(source.graph)
+        sizes = Sizes(graph, list(env.values()))
+        names = self._leaves()
+        leaf_nodes = [values.leaf_nodes[n] for n in names]
+        leaves = {n: copy_leaf(graph, node, env) for n, node in zip(names, leaf_nodes, strict=True)}
+        self._device = device_of(leaf_nodes, torch.device("cpu"))
+        writer = TermWriter(graph, leaves, sizes, self._device)
+        outputs: list[fx.Node] = []
+        stats: list[fx.Node] = []
+
+        def keep(key: Any, node: fx.Node) -> fx.Node:
+            self._slots[key] = len(outputs)
+            outputs.append(node)
+            return node
+
+        for bit in self.bits:
+            held = writer.call(aten.all.default, writer.full(bit.predicate, bit.sizes))
+            stats.append(writer.call(aten._to_copy.default, held, dtype=torch.int64))
+        flat_masks: dict[RowSet, fx.Node] = {}
+        ranks = {e.set for e in self.extras if e.kind in ("repack", "gather")}
+        for s in self.sets:
+            mask = writer.flat(keep(("mask", s), writer.expanded(s.predicate, s.sizes)))
+            flat_masks[s] = mask
+            stats.append(writer.call(aten.sum.default, mask))
+            if s in ranks:
+                counted = writer.call(aten.cumsum.default, mask, 0)
+                keep(("rank", s), writer.call(aten.sub.Tensor, counted, 1))
+        for e in self.extras:
+            if e.kind == "offsets":
+                keep(e, self._offsets(writer, flat_masks[e.set], e.set))
+            elif e.kind == "gather":
+                keep(e, self._gathered(writer, outputs[self._slots["rank", e.set]], e))
+        graph.output((writer.call(aten.stack.default, stats), *outputs))
+        graph.eliminate_dead_code()
+        return fx.GraphModule(source, graph, "Prologue")
+
+    def _leaves(self) -> list[str]:
+        terms = [b.predicate for b in self.bits] + [s.predicate for s in self.sets]
+        terms += [p for e in self.extras for p in e.positions]
+        return sorted(frozenset().union(*(x.leaves for x in terms)))
+
+    def _offsets(self, writer: TermWriter, mask: fx.Node, s: RowSet) -> fx.Node:
+        lengths = writer.call(aten.reshape.default, mask, [-1, writer.sizes[s.sizes[-1]]])
+        ends = writer.call(aten.cumsum.default, writer.call(aten.sum.dim_IntList, lengths, [1]), 0)
+        return writer.call(aten.constant_pad_nd.default, ends, [1, 0])
+
+    def _gathered(self, writer: TermWriter, rank: fx.Node, e: Extra) -> fx.Node:
+        """Row numbers of the gathered positions; a position outside the set (nobody reads it) gives some valid row."""
+        flat: fx.Node | None = None
+        for position, size in zip(e.positions, e.set.sizes, strict=True):
+            step = writer.full(position, e.sizes)
+            if flat is not None:
+                flat = writer.call(aten.add.Tensor, writer.call(aten.mul.Tensor, flat, writer.sizes[size]), step)
+            else:
+                flat = step
+        total = writer.sizes[sympy.prod(e.set.sizes)]
+        last = writer.call(aten.add.Tensor, writer._constant(total, torch.int64), -1)
+        flat = writer.call(aten.minimum.default, writer.call(aten.clamp_min.default, flat, 0), last)
+        return writer.call(aten.clamp_min.default, writer.call(aten.index.Tensor, rank, [flat]), 0)
+
+    def _examples(self, fake_mode: Any) -> list[Any]:
+        """Fakes for the extra inputs; each row set has one unbacked size."""
+        env = fake_mode.shape_env
+        counts: dict[RowSet, Any] = {}
+        examples = []
+        with fake_mode, env.ignore_fresh_unbacked_symbols():
+            for e in self.extras:
+                s = e.target or e.set
+                if e.kind == "offsets":
+                    count: Any = _symint(env, sympy.prod(s.sizes[:-1]) + 1)
+                elif e.kind == "gather":
+                    count = _symint(env, sympy.prod(e.sizes))
+                else:
+                    if s not in counts:
+                        counts[s] = env.create_unbacked_symint()
+                        torch._check(counts[s] >= 0)
+                    count = counts[s]
+                examples.append(torch.empty(count, dtype=torch.int64, device=self._device))
+        return examples
+
+    # ------------------------------------------------------------ running
+
+    def admit(self, stats: Sequence[int], tensors: Sequence[Tensor]) -> tuple[Tensor, ...] | None:
+        """The extra inputs of the packed graph, or None where it must not or need not run."""
+        bits, counts = stats[: len(self.bits)], stats[len(self.bits) :]
+        self.last_counts = {s.name: c for s, c in zip(self.sets, counts, strict=True)}
+        for held, bit in zip(bits, self.bits, strict=True):
+            if not held:
+                self.last_reason = bit.reason
+                return None
+        by_set = dict(zip(self.sets, counts, strict=True))
+        if any(e.kind == "gather" and not by_set[e.set] for e in self.extras):
+            self.last_reason = "every sequence is empty"
+            return None
+        totals = {s.name: tensors[self._slots["mask", s]].numel() for s in self.sets}
+        if not self._pays(self.last_counts, totals):
+            self.last_reason = "packing does not pay at this fill"
+            return None
+        return self._fill(by_set, tensors)
+
+    def _fill(self, counts: dict[RowSet, int], tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        index: dict[RowSet, Tensor] = {}
+        coordinates: dict[RowSet, tuple[Tensor, ...]] = {}
+        filled = []
+        for s in self.sets:
+            mask = tensors[self._slots["mask", s]]
+            index[s] = aten.nonzero_static(mask.reshape(-1), size=counts[s]).squeeze(1)
+        for e in self.extras:
+            if e.kind == "index":
+                filled.append(index[e.set])
+            elif e.kind == "repack":
+                assert e.target is not None
+                filled.append(tensors[self._slots["rank", e.set]][index[e.target]])
+            elif e.kind in ("offsets", "gather"):
+                filled.append(tensors[self._slots[e]])
+            else:
+                if e.set not in coordinates:
+                    coordinates[e.set] = self._coordinates(index[e.set], e.set, tensors)
+                filled.append(coordinates[e.set][e.axis if e.kind == "axis" else -1])
+        return tuple(filled)
+
+    def _coordinates(self, index: Tensor, s: RowSet, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The row axes' coordinates of every row, then its sequence number."""
+        rest, found = index, []
+        for extent in reversed(tensors[self._slots["mask", s]].shape[1:]):
+            quotient = torch.div(rest, max(extent, 1), rounding_mode="floor")
+            found.append(rest - quotient * extent)
+            rest = quotient
+        found.append(rest)
+        extent = tensors[self._slots["mask", s]].shape[-1]
+        sequence = rest if len(found) == 2 else torch.div(index, max(extent, 1), rounding_mode="floor")
+        return (*reversed(found), sequence)
+
+
+def _symint(env: Any, expr: sympy.Expr) -> Any:
+    if expr.is_Integer:
+        return int(expr)
+    return env.create_symintnode(expr, hint=None)

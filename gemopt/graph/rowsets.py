@@ -1,0 +1,87 @@
+"""Row sets: the sets of (sequence, position) pairs that tensors are stored on when packed.
+
+A row set is a predicate over ordered row axes, sequence axes first and the token axis last, with the sizes of those axes.
+Two tensors share a row set only if their predicates are one term after their own slots are renamed to the axes. The rows
+of a packed tensor are ordered by sequence, then position: a row's number is the *rank* of its position in the predicate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import permutations
+
+import sympy
+
+from gemopt.graph import terms as t
+from gemopt.graph.terms import Term
+
+_MAX_AXES = 3
+
+
+@dataclass(frozen=True)
+class RowSet:
+    """``predicate`` over slots 0..k-1 (the row axes, token axis last) and the axes' sizes."""
+
+    predicate: Term
+    sizes: tuple[sympy.Expr, ...]
+    name: str
+
+    @property
+    def token(self) -> int:
+        return len(self.sizes) - 1
+
+    def __str__(self) -> str:
+        letters = [*(["b"] if len(self.sizes) == 2 else [f"b{i}" for i in range(self.token)]), "pos"]
+        return t.render(self.predicate, dict(enumerate(letters)))
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A node's relation to a row set: ``slots[i]`` is the node's slot of row axis i."""
+
+    set: RowSet
+    slots: tuple[int, ...]
+
+
+class RowSets:
+    """Interns row sets. The first caller that names the token axis of a predicate decides it."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Term, tuple[sympy.Expr, ...]], tuple[RowSet, tuple[int, ...]]] = {}
+
+    def of(self, predicate: Term, sizes: Sequence[sympy.Expr], token: int | None = None) -> Rows | None:
+        """The row set of a predicate over a node's slots (``sizes``); None if it is not one, or names another token axis."""
+        slots = sorted(predicate.slots)
+        if not 2 <= len(slots) <= _MAX_AXES:
+            return None
+        form, order = _canonical(predicate, sizes, slots)
+        if form not in self._known:
+            axes = [s for s in order if s != token] + ([token] if token is not None else [])
+            if token is None:
+                axes = slots
+            self._known[form] = (self._make(predicate, sizes, axes), tuple(order.index(a) for a in axes))
+        row_set, axes_in_order = self._known[form]
+        own = tuple(order[i] for i in axes_in_order)
+        if token is not None and own[-1] != token:
+            return None
+        return Rows(row_set, own)
+
+    def _make(self, predicate: Term, sizes: Sequence[sympy.Expr], axes: Sequence[int]) -> RowSet:
+        renamed = t.substitute(predicate, {s: t.slot(i) for i, s in enumerate(axes)})
+        return RowSet(renamed, tuple(sizes[a] for a in axes), f"rows{len(self._known)}")
+
+
+def _canonical(
+    predicate: Term, sizes: Sequence[sympy.Expr], slots: list[int]
+) -> tuple[tuple[Term, tuple[sympy.Expr, ...]], tuple[int, ...]]:
+    """The least form over all numberings of the slots, and the slots in that numbering."""
+    best: tuple[str, tuple[Term, tuple[sympy.Expr, ...]], tuple[int, ...]] | None = None
+    for order in permutations(slots):
+        form = t.substitute(predicate, {s: t.slot(i) for i, s in enumerate(order)})
+        own = tuple(sizes[s] for s in order)
+        key = f"{form.key}|{own}"
+        if best is None or key < best[0]:
+            best = (key, (form, own), order)
+    assert best is not None
+    return best[1], best[2]

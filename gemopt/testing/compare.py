@@ -3,11 +3,11 @@
     RMS(x - ref) <= ratio * RMS(eager - ref) + ulps * ulp(RMS(ref))
 
 with ratio 2 and 4 ulps: the contract of the project. RMS, not maximum, because the order of a reduction moves
-single elements. Eager's error can be near zero by luck, above all where a gradient is zero in exact arithmetic
-(the bias of K) or has few elements; a tensor that fails is looked at again with the largest error of eager runs
-whose inputs and parameters are moved by one rounding (Monte Carlo arithmetic: Stott Parker, 1997), twice that for
-tensors of few elements and for fp64. Elements where fp64 is NaN are not compared and are counted; infinities have
-to be equal.
+single elements. Eager's error can be near zero by luck, above all where a gradient is zero in exact
+arithmetic (the bias of K) or has few elements; a tensor that fails is looked at again with the largest error
+of eager runs whose inputs and parameters are moved by one rounding (Monte Carlo arithmetic: Stott Parker,
+1997), twice that for tensors of few elements and for fp64. Elements where fp64 is NaN are not compared and
+are counted; infinities have to be equal.
 """
 
 from __future__ import annotations

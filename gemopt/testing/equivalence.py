@@ -383,7 +383,7 @@ class Checker:
 
 
 def _blind(eager: Observed, reference: Observed) -> str:
-    """Why the reference cannot judge: eager is nowhere near it, so that anything would pass as equally good."""
+    """Why the reference cannot judge: eager is nowhere near it, so that anything would pass."""
     for kind in ("output", "grad", "buffer"):
         pairs = [
             (n, t.detach().double(), reference.tensors[n].detach())  # type: ignore[union-attr]

@@ -14,6 +14,7 @@ and draws new batches that are consistent: lengths from a named case, ids and ma
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -359,7 +360,7 @@ def _refill(now: Tensor, kind: str, valid: Tensor, example: Tensor, generator: t
     """`now` with its padding where `valid` is false and ordinary contents where it is true."""
     if kind in ("mask", "inverse_mask"):
         new = valid if kind == "mask" else ~valid
-        return new.to(now.dtype).view([now.size(0), *now.shape[1:-1], -1] if now.dim() > 2 else new.shape)
+        return new.to(now.dtype).view(now.shape)
     shown = example.detach().reshape(-1, *example.shape[2:])
     width = (...,) + (None,) * (now.dim() - 2)
     if kind == "ids":
@@ -368,12 +369,12 @@ def _refill(now: Tensor, kind: str, valid: Tensor, example: Tensor, generator: t
             return now
         drawn = pool[torch.randint(len(pool), tuple(now.shape), generator=generator).to(pool.device)]
         return torch.where(now != 0, now, drawn) * valid[width].to(now.dtype)
-    empty = (shown == 0).reshape(len(shown), -1).all(1)
+    empty = (shown == 0).reshape(len(shown), math.prod(shown.shape[1:])).all(1)
     if not bool(empty.any()) or bool(empty.all()):
         return now  # the padding of the example is not zero: any contents will do
     pool = shown[~empty]
     drawn = pool[torch.randint(len(pool), (now.size(0) * now.size(1),), generator=generator).to(pool.device)]
-    blank = (now.detach() == 0).reshape(now.size(0), now.size(1), -1).all(2)
+    blank = (now.detach() == 0).reshape(*now.shape[:2], math.prod(now.shape[2:])).all(2)
     filled = torch.where(blank[width], drawn.view(now.shape), now.detach())
     return torch.where(valid[width], filled, torch.zeros_like(filled)).requires_grad_(now.requires_grad)
 

@@ -163,8 +163,9 @@ def no_dropout(modules: Sequence[nn.Module]) -> Iterator[None]:
 class Objective:
     """What is differentiated: `loss(output)`, or the outputs against fixed random cotangents.
 
-    The first run (eager) draws the cotangents in its own dtypes; the fp64 run and the compiled one use those values.
-    `mute` marks output elements that get no cotangent (bool, by output name): those that are not finite in fp64.
+    The first run (eager) draws the cotangents in its own dtypes; the fp64 run and the compiled one use those
+    values. `mute` marks output elements that get no cotangent (bool, by output name): those that are not
+    finite in fp64.
     """
 
     loss: Callable[[Any], Tensor] | None

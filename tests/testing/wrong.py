@@ -1,7 +1,7 @@
 """A padded model, a correct packed rewrite of it by hand, and rewrites that are wrong in one quiet way each.
 
-The wrong ones are errors that an unpadding compiler really makes: a packed index computed as offset + position, a
-mask and a gather taken for the same thing, rows of a gradient that nobody scattered back.
+The wrong ones are errors that an unpadding compiler really makes: a packed index computed as offset +
+position, a mask and a gather taken for the same thing, rows of a gradient that nobody scattered back.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class MaskTakenForLengths(Packed):
         return torch.arange(ids.size(1)) < lengths.clamp(min=1)[:, None]
 
     def attend(self, q, k, v, ids, live):
-        batch, position = live.nonzero(as_tuple=True)
+        batch = live.nonzero(as_tuple=True)[0]
         keep = batch[:, None] == batch[None, :]
         return (q @ k.T / DIM**0.5).masked_fill(~keep, float("-inf")).softmax(-1) @ v
 

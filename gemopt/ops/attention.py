@@ -42,7 +42,8 @@ def _lse_dtype(q: Tensor) -> torch.dtype:
 def _attention(q: Tensor, k: Tensor, v: Tensor, *spec: Any) -> tuple[Tensor, Tensor]:
     _check_sizes(q, k, v, spec[9], spec[10])
     forward, _ = attention_kernels(q)
-    return forward(q, k, v, _spec(spec))
+    with torch._C._DisableAutocast():  # the caller's autocast is about the op's inputs, not about its arithmetic
+        return forward(q, k, v, _spec(spec))
 
 
 @_attention.register_fake
@@ -59,7 +60,8 @@ def _attention_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *spec: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     _, backward = attention_kernels(q)
-    return backward(dout, q, k, v, out, lse, _spec(spec))
+    with torch._C._DisableAutocast():
+        return backward(dout, q, k, v, out, lse, _spec(spec))
 
 
 @_attention_backward.register_fake

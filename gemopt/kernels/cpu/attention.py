@@ -1,13 +1,16 @@
 """jagged_attention on the CPU: dense batches of sequences of like length, one plan per set of offsets.
 
-FLOPs 4·H·D·Σ qᵢkᵢ forward and 2.5 times that backward (plus the rounding of lengths to the group's); bytes are those of
-q, k, v, out once, plus one gather and one scatter where a group is no strided view.
+FLOPs 4·H·D·Σ qᵢkᵢ forward and 2.5 times that backward (plus the rounding of lengths to the group's); bytes are those
+of q, k, v, out once, plus one gather and one scatter where a group is no strided view. Half types are computed in fp32.
 """
+from dataclasses import replace
+from functools import partial
+
 import torch
 from torch import Tensor
 
-from gemopt.kernels.cpu import math_path
-from gemopt.kernels.cpu.plan import Group, plan
+from gemopt.kernels.cpu import flash_path, math_path, single_query, workers
+from gemopt.kernels.cpu.plan import Group, Plan, SingleQueries, plan
 from gemopt.kernels.spec import AttentionSpec
 from gemopt.ops import dropout as generator
 
@@ -16,17 +19,17 @@ def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
-def _heads_first(x: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
-    """`[n, L, h, D]` → `[n, heads, L, D]` in `dtype`; key heads are repeated for their query heads."""
-    x = x.to(dtype).transpose(1, 2)
-    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
-
-
-def _sum_query_heads(grad: Tensor, heads: int) -> Tensor:
-    """`[n, H, L, D]` → `[n, L, heads, D]`."""
-    if grad.shape[1] != heads:
-        grad = grad.unflatten(1, (heads, -1)).sum(2)
-    return grad.transpose(1, 2)
+def _simplify(spec: AttentionSpec, the_plan: Plan) -> AttentionSpec:
+    """Drop positions that change nothing: unused ones, and equal, ascending ones under a causal mask alone."""
+    q_pos, k_pos = spec.q_positions, spec.k_positions
+    if q_pos is None and k_pos is None:
+        return spec
+    needless = not spec.masked
+    if spec.causal and spec.window == (-1, -1) and q_pos is not None and k_pos is not None:
+        if the_plan.q_offsets == the_plan.k_offsets and torch.equal(q_pos, k_pos):
+            used = q_pos[: the_plan.q_offsets[-1]]
+            needless = bool(((used[1:] > used[:-1]) | the_plan.starts_sequence[1:]).all())
+    return replace(spec, q_positions=None, k_positions=None) if needless else spec
 
 
 def _mask(group: Group, spec: AttentionSpec) -> math_path.Mask:
@@ -41,16 +44,27 @@ def _mask(group: Group, spec: AttentionSpec) -> math_path.Mask:
     return math_path.Mask(q_pos, k_pos, valid, spec.causal, spec.window)
 
 
+def _flash_mask(group: Group, spec: AttentionSpec, dtype: torch.dtype) -> tuple[Tensor | None, bool]:
+    """The additive mask of the flash kernel and its causal flag."""
+    plain = spec.window == (-1, -1) and spec.q_positions is None and spec.k_positions is None
+    if spec.causal and plain and group.causal_hides_padding and (group.square or not spec.bottom_right):
+        return None, True
+    seen = _mask(group, spec).block(0, group.q.length)
+    if seen is None:
+        return None, False
+    return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, float("-inf")), False
+
+
 def _dropout(group: Group, spec: AttentionSpec, heads: int, dtype: torch.dtype) -> math_path.Dropout | None:
     if spec.dropout_p == 0.0:
         return None
     assert spec.seed is not None
     rows = group.q.gather.view(group.q.n, group.q.length)
-    a, b = (w.transpose(0, 1) for w in generator.row_keys(spec.seed, heads, rows))  # [n, H, Lq]
+    a, b = (w.transpose(0, 1).unsqueeze(-1) for w in generator.row_keys(spec.seed, heads, rows))  # [n, H, Lq, 1]
     k_rows = torch.arange(group.k.length, dtype=torch.int32)
 
     def block(first: int, last: int) -> Tensor:
-        keep = generator.keep_mask(a[:, :, first:last, None], b[:, :, first:last, None], k_rows, spec.dropout_p)
+        keep = generator.keep_mask(a[:, :, first:last], b[:, :, first:last], k_rows, spec.dropout_p)
         return keep.to(dtype).mul_(generator.multiplier(spec.dropout_p))
 
     return block
@@ -62,37 +76,96 @@ def _buffer(like: Tensor, shape: tuple[int, ...], covered: bool) -> Tensor:
     return like.new_empty(shape) if covered else like.new_zeros(shape)
 
 
+def _heads_first(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`[n, L, H, D]` → `[n, H, L, D]` in `dtype`, features dense."""
+    x = x.to(dtype).transpose(1, 2)
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _use_flash(q: Tensor, v: Tensor, spec: AttentionSpec) -> bool:
+    return spec.dropout_p == 0.0 and q.shape[-1] == v.shape[-1]
+
+
 def forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
-    """q `[Tq, H, D]`, k `[Tk, Hkv, D]`, v `[Tk, Hkv, Dv]` → out `[Tq, H, Dv]`, lse `[Tq, H]` (-inf: no visible key)."""
-    the_plan = plan(spec.q_offsets, spec.k_offsets, q.shape[0], k.shape[0])
+    """q `[Tq, H, D]`, k `[Tk, Hkv, D]`, v `[Tk, Hkv, Dv]` → out `[Tq, H, Dv]`, lse `[Tq, H]`.
+
+    A row without a visible key has out 0; its lse means nothing.
+    """
     rows, heads, dtype = q.shape[0], q.shape[1], _compute_dtype(q.dtype)
+    the_plan = plan(spec.q_offsets, spec.k_offsets, rows, k.shape[0])
+    spec = _simplify(spec, the_plan)
     out = _buffer(q, (rows, heads, v.shape[2]), the_plan.q_covered)
-    lse = q.new_full((rows + 1, heads), float("-inf"), dtype=dtype)
-    for group in the_plan.groups:
-        dense = (_heads_first(side.take(x), heads, dtype) for side, x in ((group.q, q), (group.k, k), (group.k, v)))
-        o, l = math_path.forward(*dense, _mask(group, spec), spec.scale, _dropout(group, spec, heads, dtype))
+    lse = _buffer(q.new_empty(0, dtype=dtype), (rows, heads), the_plan.q_covered)
+
+    def one_group(group: Group) -> None:
+        o, l = _group_forward(q, k, v, group, spec, dtype)
         group.q.put(out, o.transpose(1, 2).to(q.dtype))
         group.q.put(lse, l.transpose(1, 2))
+
+    def one_single(single: SingleQueries) -> None:
+        o, l = single_query.forward(q, k, v, single, spec, dtype)
+        out.index_copy_(0, single.q_rows, o.to(out.dtype))
+        lse.index_copy_(0, single.q_rows, l)
+
+    workers.run([*(partial(one_group, group) for group in the_plan.groups),
+                 *(partial(one_single, single) for single in the_plan.single)])
     return out[:rows], lse[:rows]
+
+
+def _group_forward(
+    q: Tensor, k: Tensor, v: Tensor, group: Group, spec: AttentionSpec, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    qd, kd, vd = (_heads_first(side.take(x), dtype) for side, x in ((group.q, q), (group.k, k), (group.k, v)))
+    if _use_flash(q, v, spec):
+        mask, causal = _flash_mask(group, spec, dtype)
+        return flash_path.forward(qd, kd, vd, mask, causal, spec.scale)
+    sharing = q.shape[1] // k.shape[1]
+    kd, vd = (x.repeat_interleave(sharing, dim=1) for x in (kd, vd))
+    return math_path.forward(qd, kd, vd, _mask(group, spec), spec.scale, _dropout(group, spec, q.shape[1], dtype))
 
 
 def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, spec: AttentionSpec
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v."""
+    dtype = _compute_dtype(q.dtype)
     the_plan = plan(spec.q_offsets, spec.k_offsets, q.shape[0], k.shape[0])
-    heads, kv_heads, dtype = q.shape[1], k.shape[1], _compute_dtype(q.dtype)
+    spec = _simplify(spec, the_plan)
     dq = _buffer(q, tuple(q.shape), the_plan.q_covered)
     dk, dv = (_buffer(x, tuple(x.shape), the_plan.k_covered) for x in (k, v))
-    for group in the_plan.groups:
-        qd, od, do = (_heads_first(group.q.take(x), heads, dtype) for x in (q, out, dout))
-        kd, vd = (_heads_first(group.k.take(x), heads, dtype) for x in (k, v))
-        if group.q.ragged:
-            do = do.masked_fill(~group.q.valid[:, None, :, None], 0.0)
-        l = group.q.take(lse).transpose(1, 2)
-        gq, gk, gv = math_path.backward(
-            do, qd, kd, vd, od, l, _mask(group, spec), spec.scale, _dropout(group, spec, heads, dtype))
+
+    def one_group(group: Group) -> None:
+        gq, gk, gv = _group_backward(dout, q, k, v, out, lse, group, spec, dtype)
         group.q.put(dq, gq.transpose(1, 2).to(q.dtype))
-        group.k.put(dk, _sum_query_heads(gk, kv_heads).to(k.dtype))
-        group.k.put(dv, _sum_query_heads(gv, kv_heads).to(v.dtype))
+        group.k.put(dk, gk.transpose(1, 2).to(k.dtype))
+        group.k.put(dv, gv.transpose(1, 2).to(v.dtype))
+
+    def one_single(single: SingleQueries) -> None:
+        gq, gk, gv = single_query.backward(dout, q, k, v, out, lse, single, spec, dtype)
+        dq.index_copy_(0, single.q_rows, gq.to(dq.dtype))
+        single.put_k(dk, gk)
+        single.put_k(dv, gv)
+
+    workers.run([*(partial(one_group, group) for group in the_plan.groups),
+                 *(partial(one_single, single) for single in the_plan.single)])
     return dq[: q.shape[0]], dk[: k.shape[0]], dv[: k.shape[0]]
+
+
+def _group_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, group: Group, spec: AttentionSpec,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    qd, od = (_heads_first(group.q.take(x), dtype) for x in (q, out))
+    kd, vd = (_heads_first(group.k.take(x), dtype) for x in (k, v))
+    do = _heads_first(group.q.take_zeroed(dout), dtype)
+    l = group.q.take(lse).transpose(1, 2)
+    if _use_flash(q, v, spec):
+        mask, causal = _flash_mask(group, spec, dtype)
+        return flash_path.backward(do, qd, kd, vd, od, l, mask, causal, spec.scale)
+    heads, kv_heads = q.shape[1], k.shape[1]
+    kd, vd = (x.repeat_interleave(heads // kv_heads, dim=1) for x in (kd, vd))
+    gq, gk, gv = math_path.backward(
+        do, qd, kd, vd, od, l, _mask(group, spec), spec.scale, _dropout(group, spec, heads, dtype))
+    if heads != kv_heads:
+        gk, gv = (x.unflatten(1, (kv_heads, -1)).sum(2) for x in (gk, gv))
+    return gq, gk, gv

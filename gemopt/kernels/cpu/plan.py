@@ -1,20 +1,25 @@
 """Group plan: which sequences run together as one dense batch.
 
-A plan depends on the offsets alone, so it is cached by their *content*: every layer of a step, and the backward of each,
-finds the plan the first layer made. A group holds sequences whose lengths round up to the same size. Its rows are a
-strided view of the packed tensor where that is possible (equal lengths, next to each other; a single sequence always
-is), and a gather otherwise. Padding rows of a gather repeat the last row of their own sequence, so a NaN elsewhere
-never reaches them; what they produce is written to a dump row.
+A plan depends on the offsets alone, so it is cached by their *content*: every layer of a step, and the backward of
+each, finds the plan that the first layer made. A group holds sequences whose lengths round up to the same size. Its
+rows are a strided view of the packed tensor where that is possible (equal lengths, next to each other; a single
+sequence always is), and a gather otherwise. Padding rows of a gather repeat the last row of their own sequence, so a
+NaN elsewhere never reaches them; what they produce is written to a dump row.
 """
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 Offsets = tuple[int, ...]
-LONG = 256  # sequences at least this long run alone, on views
+
+# Shorter sequences share groups with padding; longer ones only with their like, so that none is added.
+EXACT_FROM = 256
+# Rows of a group: its working set then stays in a core's cache, and there are enough groups for all cores.
+GROUP_ROWS = 1024
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,11 +36,13 @@ class Rows:
         return len(self.starts)
 
     @cached_property
+    def ragged(self) -> bool:
+        return any(n != self.length for n in self.lengths)
+
+    @cached_property
     def strided(self) -> bool:
         """The group is one contiguous block of the packed tensor."""
-        step = self.length
-        return all(n == step for n in self.lengths) and all(
-            b == a + step for a, b in zip(self.starts, self.starts[1:], strict=False))
+        return not self.ragged and all(b == a + self.length for a, b in pairwise(self.starts))
 
     @cached_property
     def lens(self) -> Tensor:
@@ -55,30 +62,36 @@ class Rows:
     @cached_property
     def scatter(self) -> Tensor:
         """int64 `[n * length]`: packed row of every dense row, padding sent to the dump row."""
-        return torch.where(self.valid.view(-1), self.gather, self.total)
+        return torch.where(self.valid.view(-1), self.gather, self.total) if self.ragged else self.gather
 
     @cached_property
     def padding(self) -> Tensor:
         """int64: the dense rows that are padding."""
         return (~self.valid.view(-1)).nonzero().view(-1)
 
-    @cached_property
-    def ragged(self) -> bool:
-        return any(n != self.length for n in self.lengths)
+    def _block(self, packed: Tensor) -> Tensor:
+        rows = packed.narrow(0, self.starts[0], self.n * self.length)
+        return rows.unflatten(0, (self.n, self.length)) if self.n > 1 else rows.unsqueeze(0)
 
     def take(self, packed: Tensor) -> Tensor:
         """`[T, ...]` → `[n, length, ...]`, a view where possible."""
         if self.strided:
-            block = packed[self.starts[0]: self.starts[0] + self.n * self.length]
-            return block.unflatten(0, (self.n, self.length))
+            return self._block(packed)
         return packed.index_select(0, self.gather).unflatten(0, (self.n, self.length))
+
+    def take_zeroed(self, packed: Tensor) -> Tensor:
+        """As `take`, with zeros in padding rows."""
+        if not self.ragged:
+            return self.take(packed)
+        rows = packed.index_select(0, self.gather).index_fill_(0, self.padding, 0)
+        return rows.unflatten(0, (self.n, self.length))
 
     def put(self, out: Tensor, dense: Tensor) -> None:
         """Write `[n, length, ...]` to its rows of `out` `[T + 1, ...]`."""
         if self.strided:
-            out[self.starts[0]: self.starts[0] + self.n * self.length].unflatten(0, (self.n, self.length)).copy_(dense)
+            self._block(out).copy_(dense)
         else:
-            out.index_copy_(0, self.scatter, dense.reshape(self.n * self.length, *dense.shape[2:]))
+            out.index_copy_(0, self.scatter, dense.flatten(0, 1))
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,45 +100,108 @@ class Group:
     k: Rows
 
     @cached_property
-    def keys_below_queries(self) -> bool:
-        """No query of a sequence stands past its keys: top-left causality then hides the padding keys."""
-        return all(a <= b for a, b in zip(self.q.lengths, self.k.lengths, strict=True))
+    def causal_hides_padding(self) -> bool:
+        """Under top-left causality no query sees a padding key: none stands past its sequence's keys."""
+        return not self.k.ragged or all(a <= b for a, b in zip(self.q.lengths, self.k.lengths, strict=True))
+
+    @cached_property
+    def square(self) -> bool:
+        return self.q.lengths == self.k.lengths
+
+
+@dataclass(frozen=True, eq=False)
+class SingleQueries:
+    """R sequences of one query each: they need no dense batch, every key row belongs to one query."""
+
+    q_rows: Tensor  # int64 [R]
+    k_start: int
+    k_rows: Tensor | None  # int64 [S]; None: the S rows from k_start on
+    owner: Tensor  # int64 [S]: which of the R queries reads the key row
+    offsets: Tensor  # int64 [R + 1]: the key rows of each query
+    local: Tensor  # int32 [S]: row of the key inside its sequence
+    lengths: Tensor  # int64 [R]
+
+    def take_k(self, packed: Tensor) -> Tensor:
+        if self.k_rows is None:
+            return packed.narrow(0, self.k_start, self.owner.shape[0])
+        return packed.index_select(0, self.k_rows)
+
+    def put_k(self, out: Tensor, rows: Tensor) -> None:
+        if self.k_rows is None:
+            out.narrow(0, self.k_start, rows.shape[0]).copy_(rows)
+        else:
+            out.index_copy_(0, self.k_rows, rows.to(out.dtype))
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
     groups: tuple[Group, ...]
-    q_covered: bool  # every query row lies in a group; otherwise outputs start as zeros
+    single: tuple[SingleQueries, ...]  # instead of groups where no sequence has more than one query
+    q_covered: bool  # every query row is written; otherwise outputs start as zeros
     k_covered: bool
+    q_offsets: Offsets
+    k_offsets: Offsets
+
+    @cached_property
+    def starts_sequence(self) -> Tensor:
+        """bool `[Tq]`: first query row of a sequence, or a row of nobody."""
+        first = torch.ones(self.q_offsets[-1], dtype=torch.bool)
+        inside = [r for a, b in pairwise(self.q_offsets) for r in range(a + 1, b)]
+        first[inside] = False
+        return first
 
 
-def _round_up(n: int) -> int:
-    """Group size of a length: multiples of 16 below `LONG`."""
-    return n if n >= LONG else -(-n // 16) * 16
+def _round_up(length: int) -> int:
+    """The size of the group of a length. Coarser steps make fewer groups and more padding."""
+    if length >= EXACT_FROM:
+        return length
+    step = 8 if length <= 128 else 16
+    return -(-length // step) * step
 
 
-def _check(name: str, offsets: Offsets, rows: int, rows_name: str) -> None:
-    if not offsets or offsets[0] != 0 or any(a > b for a, b in zip(offsets, offsets[1:], strict=False)) or offsets[-1] > rows:
-        shown = list(offsets[:8]) + (["..."] if len(offsets) > 8 else [])
-        raise ValueError(f"jagged_attention: {name} must start at 0, never decrease and end at or before the "
-                         f"{rows} rows of {rows_name}, got {shown} ending at {offsets[-1] if offsets else None}")
+def _check(name: str, offsets: Offsets, rows: int) -> None:
+    if not offsets:
+        raise ValueError(f"jagged_attention: {name} must have at least one element, got 0")
+    if offsets[0] != 0 or offsets[-1] > rows or any(a > b for a, b in pairwise(offsets)):
+        shown = ", ".join(map(str, offsets[:8])) + (", ..." if len(offsets) > 8 else "")
+        raise ValueError(f"jagged_attention: {name} must start at 0, never decrease and end at no more than the "
+                         f"{rows} rows of {name[0]}, got [{shown}] ending at {offsets[-1]}")
 
 
 @lru_cache(maxsize=64)
 def _build(q_offsets: Offsets, k_offsets: Offsets, q_rows: int, k_rows: int) -> Plan:
-    _check("q_offsets", q_offsets, q_rows, "q")
-    _check("k_offsets", k_offsets, k_rows, "k")
-    members: dict[tuple[int, int, int], list[int]] = {}
-    q_seen = k_seen = 0
-    for b in range(len(q_offsets) - 1):
-        lq, lk = q_offsets[b + 1] - q_offsets[b], k_offsets[b + 1] - k_offsets[b]
-        if lq == 0 or lk == 0:
-            continue
-        q_seen += lq
-        k_seen += lk
-        members.setdefault((_round_up(lq), _round_up(lk), 0), []).append(b)
-    groups = tuple(_group(seqs, q_offsets, k_offsets, q_rows, k_rows) for seqs in members.values())
-    return Plan(groups, q_seen == q_rows, k_seen == k_rows)
+    _check("q_offsets", q_offsets, q_rows)
+    _check("k_offsets", k_offsets, k_rows)
+    lengths = [(q1 - q0, k1 - k0) for (q0, q1), (k0, k1) in zip(pairwise(q_offsets), pairwise(k_offsets), strict=True)]
+    active = [b for b, (lq, lk) in enumerate(lengths) if lq and lk]
+    q_covered = sum(lengths[b][0] for b in active) == q_rows
+    k_covered = sum(lengths[b][1] for b in active) == k_rows
+    groups: tuple[Group, ...] = ()
+    single: tuple[SingleQueries, ...] = ()
+    if all(lengths[b][0] == 1 for b in active):
+        single = tuple(_single(seqs, q_offsets, k_offsets) for seqs in _by_rows(active, [k for _, k in lengths]))
+    else:
+        members: dict[tuple[int, int], list[int]] = {}
+        for b in active:
+            members.setdefault((_round_up(lengths[b][0]), _round_up(lengths[b][1])), []).append(b)
+        # Most work first, so that no worker is left with a large group at the end.
+        sized = sorted(members.items(), key=lambda item: -item[0][0] * item[0][1])
+        groups = tuple(_group(seqs[i: i + step], q_offsets, k_offsets, q_rows, k_rows) for (lq, lk), seqs in sized
+                       for step in (max(1, GROUP_ROWS // max(lq, lk)),) for i in range(0, len(seqs), step))
+    return Plan(groups, single, q_covered, k_covered, q_offsets, k_offsets)
+
+
+def _by_rows(seqs: Sequence[int], rows: Sequence[int]) -> list[list[int]]:
+    """Neighbouring sequences together, about `GROUP_ROWS` rows at a time."""
+    parts: list[list[int]] = []
+    room = 0
+    for b in seqs:
+        if room <= 0:
+            parts.append([])
+            room = GROUP_ROWS
+        parts[-1].append(b)
+        room -= rows[b]
+    return parts
 
 
 def _group(seqs: Sequence[int], q_offsets: Offsets, k_offsets: Offsets, q_rows: int, k_rows: int) -> Group:
@@ -139,6 +215,20 @@ def _group(seqs: Sequence[int], q_offsets: Offsets, k_offsets: Offsets, q_rows: 
     return Group(q, q if same else side(k_offsets, k_rows))
 
 
+def _single(seqs: Sequence[int], q_offsets: Offsets, k_offsets: Offsets) -> SingleQueries:
+    starts = [k_offsets[b] for b in seqs]
+    lengths = [k_offsets[b + 1] - k_offsets[b] for b in seqs]
+    lens = torch.tensor(lengths, dtype=torch.int64)
+    offsets = torch.nn.functional.pad(lens.cumsum(0), (1, 0))
+    owner = torch.arange(len(seqs)).repeat_interleave(lens)
+    local = torch.arange(owner.shape[0]) - offsets[owner]
+    adjacent = all(b == a + n for a, b, n in zip(starts, starts[1:], lengths, strict=False))
+    return SingleQueries(
+        q_rows=torch.tensor([q_offsets[b] for b in seqs]), k_start=starts[0],
+        k_rows=None if adjacent else local + torch.tensor(starts)[owner],
+        owner=owner, offsets=offsets, local=local.to(torch.int32), lengths=lens)
+
+
 def plan(q_offsets: Tensor, k_offsets: Tensor, q_rows: int, k_rows: int) -> Plan:
     """The plan of these offsets (int32 or int64 `[B + 1]`), built once per content.
 
@@ -150,3 +240,8 @@ def plan(q_offsets: Tensor, k_offsets: Tensor, q_rows: int, k_rows: int) -> Plan
     if len(q) != len(k):
         raise ValueError(f"jagged_attention: q_offsets has {len(q) - 1} sequences but k_offsets has {len(k) - 1}")
     return _build(q, k, q_rows, k_rows)
+
+
+def clear_cache() -> None:
+    """Forget every plan."""
+    _build.cache_clear()

@@ -1,0 +1,234 @@
+"""jagged_attention on the CPU."""
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gemopt.ops import jagged_attention, reference
+from tests.ops.attention_cases import CASES, Case, assert_close, check, draw, offsets_of, run
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_matches_reference(name: str, dtype: torch.dtype) -> None:
+    check(CASES[name], dtype)
+
+
+LENGTHS = st.lists(st.one_of(st.integers(0, 3), st.integers(0, 40), st.sampled_from([127, 128, 129, 160])), max_size=6)
+
+
+@given(q_lens=LENGTHS, data=st.data())
+def test_any_lengths(q_lens: list[int], data: st.DataObject) -> None:
+    self_attention = data.draw(st.booleans())
+    k_lens = None if self_attention else tuple(
+        data.draw(st.lists(st.integers(0, 40), min_size=len(q_lens), max_size=len(q_lens))))
+    kv_heads = data.draw(st.integers(1, 2))
+    positions = data.draw(st.sampled_from(["", "", "q", "k", "both"]))
+    kwargs = {
+        "causal": data.draw(st.booleans()),
+        "window": data.draw(st.sampled_from([(-1, -1), (-1, -1), (0, -1), (3, 2), (10, 0)])),
+        "dropout_p": data.draw(st.sampled_from([0.0, 0.0, 0.2])),
+    }
+    if not positions:
+        kwargs["causal_align"] = data.draw(st.sampled_from(["top_left", "bottom_right"]))
+    case = Case(tuple(q_lens), k_lens, heads=kv_heads * data.draw(st.integers(1, 3)), kv_heads=kv_heads,
+                d=data.draw(st.sampled_from([1, 8, 12])), dv=data.draw(st.sampled_from([None, 4])),
+                spare=data.draw(st.integers(0, 2)), positions=positions, kwargs=kwargs)
+    check(case, torch.float64, seed=data.draw(st.integers(0, 3)))
+
+
+def test_reference_equals_sdpa() -> None:
+    """The oracle itself, against PyTorch on sequences of one length."""
+    q, k, v = (torch.randn(12, 2, 8, dtype=torch.float64) for _ in range(3))
+    out = reference.jagged_attention(q, k, v, offsets_of((6, 6)), offsets_of((6, 6)), causal=True)
+    dense = [x.view(2, 6, 2, 8).transpose(1, 2) for x in (q, k, v)]
+    want = torch.nn.functional.scaled_dot_product_attention(*dense, is_causal=True)
+    torch.testing.assert_close(out.view(2, 6, 2, 8).transpose(1, 2), want)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30])
+@pytest.mark.parametrize("kwargs", [{}, {"causal": True}, {"window": (2, 2)}, {"dropout_p": 0.2}], ids=str)
+def test_neighbours_do_not_leak(value: float, kwargs: dict) -> None:
+    inputs = draw(Case((5, 9, 7, 1, 12), spare=2, kwargs=kwargs), torch.float32)
+    clean = run(jagged_attention, inputs, torch.float32)
+    poisoned = [slice(5, 14), slice(21, 22), slice(34, 36)]  # sequences 1 and 3, and the spare rows
+    for x in (inputs.q, inputs.k, inputs.v, inputs.dout):
+        for rows in poisoned:
+            x[rows] = value
+    dirty = run(jagged_attention, inputs, torch.float32)
+    keep = torch.ones(36, dtype=torch.bool)
+    for rows in poisoned:
+        keep[rows] = False
+    for name, want in clean.items():
+        torch.testing.assert_close(dirty[name][keep], want[keep], rtol=0, atol=0, msg=name)
+        assert (dirty[name][34:] == 0).all(), f"{name}: spare rows"
+
+
+def test_single_query_neighbours_do_not_leak() -> None:
+    inputs = draw(Case((1, 1, 1), (5, 9, 7), kwargs={"causal": True}, positions="q"), torch.float32)
+    clean = run(jagged_attention, inputs, torch.float32)
+    for x, rows in ((inputs.q, slice(1, 2)), (inputs.dout, slice(1, 2)), (inputs.k, slice(5, 14)),
+                    (inputs.v, slice(5, 14))):
+        x[rows] = float("nan")
+    dirty = run(jagged_attention, inputs, torch.float32)
+    for name, want in clean.items():
+        keep = torch.ones(len(want), dtype=torch.bool)
+        keep[slice(1, 2) if name in ("out", "dq") else slice(5, 14)] = False
+        torch.testing.assert_close(dirty[name][keep], want[keep], rtol=0, atol=0, msg=name)
+
+
+def test_a_sequence_does_not_depend_on_its_batch() -> None:
+    inputs = draw(Case((9, 30, 2), kwargs={"causal": True}), torch.float64)
+    together = run(jagged_attention, inputs, torch.float64)
+    start = 0
+    for n in (9, 30, 2):
+        rows = slice(start, start + n)
+        alone = draw(Case((n,), kwargs={"causal": True}), torch.float64)
+        alone.q, alone.k, alone.v, alone.dout = (x[rows] for x in (inputs.q, inputs.k, inputs.v, inputs.dout))
+        got = run(jagged_attention, alone, torch.float64)
+        assert_close(got, got, {name: x[rows] for name, x in together.items()}, torch.float64)
+        start += n
+
+
+def test_strided_inputs() -> None:
+    """q, k and v as slices of one projection, values transposed, gradient expanded."""
+    inputs = draw(Case((5, 9, 9, 130), heads=2, d=8), torch.float64)
+    fused = torch.stack([inputs.q, inputs.k, inputs.v], 1).flatten(1).requires_grad_()
+    q, k, v = (x.unflatten(1, (2, 8)) for x in fused.chunk(3, 1))
+    v = v.transpose(1, 2).contiguous().transpose(1, 2)
+    assert not q.is_contiguous() and not v.is_contiguous()
+    out = jagged_attention(q, k, v, **inputs.kwargs)
+    (grad,) = torch.autograd.grad(out.sum(), fused)
+    inputs.dout = torch.ones_like(inputs.dout)
+    exact = run(reference.jagged_attention, inputs, torch.float64)
+    torch.testing.assert_close(out, exact["out"])
+    torch.testing.assert_close(grad, torch.stack([exact[n] for n in ("dq", "dk", "dv")], 1).flatten(1))
+    assert out.is_contiguous()
+
+
+@pytest.mark.parametrize("needed", [(True, False, False), (False, True, False), (False, False, True),
+                                    (True, False, True)], ids=str)
+def test_requires_grad_subsets(needed: tuple[bool, ...]) -> None:
+    inputs = draw(Case((5, 9)), torch.float64)
+    leaves = [x.clone().requires_grad_(n) for x, n in zip((inputs.q, inputs.k, inputs.v), needed, strict=True)]
+    jagged_attention(*leaves, **inputs.kwargs).backward(inputs.dout)
+    exact = run(reference.jagged_attention, inputs, torch.float64)
+    for leaf, n, name in zip(leaves, needed, ("dq", "dk", "dv"), strict=True):
+        assert (leaf.grad is not None) == n
+        if n:
+            torch.testing.assert_close(leaf.grad, exact[name])
+
+
+def test_longer_than_max_is_still_right() -> None:
+    inputs = draw(Case((5, 40)), torch.float64)
+    exact = run(reference.jagged_attention, inputs, torch.float64)
+    inputs.kwargs.update(max_q=3, max_k=3)
+    assert_close(run(jagged_attention, inputs, torch.float64), exact, exact, torch.float64)
+
+
+def test_double_backward_says_no() -> None:
+    inputs = draw(Case((5, 9)), torch.float64)
+    q = inputs.q.requires_grad_()
+    (grad,) = torch.autograd.grad(jagged_attention(q, inputs.k, inputs.v, **inputs.kwargs).square().sum(), q,
+                                  create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiated once"):
+        grad.sum().backward()
+
+
+# Dropout
+
+
+def test_dropout_gradient_by_finite_differences() -> None:
+    inputs = draw(Case((3, 1, 4), d=4, kwargs={"dropout_p": 0.4}), torch.float64)
+    q, k, v = (x.requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
+    assert torch.autograd.gradcheck(lambda *x: jagged_attention(*x, **inputs.kwargs), (q, k, v), fast_mode=False)
+
+
+def _weights(p: float, seed: int, length: int = 64, sequences: int = 4, heads: int = 2) -> torch.Tensor:
+    """Attention weights `[sequences, length, heads, length]`: values are the identity, scores are all equal."""
+    rows = sequences * length
+    q = torch.zeros(rows, heads, 4)
+    v = torch.eye(length).repeat(sequences, 1)[:, None].expand(rows, heads, length)
+    offsets = offsets_of((length,) * sequences)
+    out = jagged_attention(q, q, v, offsets, offsets, length, length, dropout_p=p, seed=torch.tensor(seed))
+    return out.view(sequences, length, heads, length) * length
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+def test_dropout_rate(p: float) -> None:
+    kept = _weights(p, 5) != 0
+    n = kept.numel()
+    spread = math.sqrt(p * (1 - p) / n)
+    assert abs(kept.double().mean().item() - (1 - p)) < 5 * spread
+    # Rows, columns, heads and sequences each drop at the rate, and neighbours along each axis are independent.
+    for axis in range(4):
+        rest = [a for a in range(4) if a != axis]
+        rates = kept.double().mean(rest)
+        assert ((rates - (1 - p)).abs() < 5 * spread * math.sqrt(len(rates))).all(), f"axis {axis}"
+        both = (kept.narrow(axis, 1, kept.shape[axis] - 1) & kept.narrow(axis, 0, kept.shape[axis] - 1)).double().mean()
+        assert abs(both.item() - (1 - p) ** 2) < 8 * spread, f"neighbours on axis {axis}"
+    torch.testing.assert_close(_weights(p, 5)[kept], torch.full((int(kept.sum()),), 1 / (1 - p)))
+
+
+def test_dropout_is_a_function_of_the_seed() -> None:
+    assert torch.equal(_weights(0.5, 1), _weights(0.5, 1))
+    agree = (_weights(0.5, 1) != 0) == (_weights(0.5, 2) != 0)
+    assert abs(agree.double().mean().item() - 0.5) < 0.02
+
+
+def test_dropout_mean_is_no_dropout() -> None:
+    inputs = draw(Case((6, 3), kwargs={"dropout_p": 0.3}), torch.float32)
+    total = torch.zeros_like(inputs.q)
+    for seed in range(400):
+        inputs.kwargs["seed"] = torch.tensor([seed])
+        total += run(jagged_attention, inputs, torch.float32)["out"]
+    inputs.kwargs.update(dropout_p=0.0, seed=None)
+    plain = run(jagged_attention, inputs, torch.float32)["out"]
+    assert ((total / 400 - plain).abs() < 6 * 0.65 / math.sqrt(400) * plain.abs().max()).all()
+
+
+# Errors
+
+
+def _call(**changes: object) -> torch.Tensor:
+    offsets = offsets_of((2, 3))
+    arguments: dict = {"q": torch.zeros(5, 4, 8), "k": torch.zeros(5, 2, 8), "v": torch.zeros(5, 2, 8),
+                       "q_offsets": offsets, "k_offsets": offsets, "max_q": 3, "max_k": 3}
+    return jagged_attention(**(arguments | changes))
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"q": torch.zeros(5, 8)}, "q must be"),
+    ({"q": torch.zeros(5, 4, 8).int()}, "q must be floating"),
+    ({"k": torch.zeros(5, 2, 8).double()}, "k is torch.float64 but q is torch.float32"),
+    ({"q": torch.zeros(5, 3, 8)}, "multiple of the heads of k, got 3 and 2"),
+    ({"q": torch.zeros(5, 4, 16)}, "q has head_dim 16 but k has 8"),
+    ({"v": torch.zeros(6, 2, 8)}, "k has 5 rows but v has 6"),
+    ({"v": torch.zeros(5, 4, 8)}, "k has 2 heads but v has 4"),
+    ({"q_offsets": torch.tensor([0.0, 2.0, 5.0])}, "q_offsets must be int32 or int64"),
+    ({"q_offsets": torch.tensor([[0, 5]])}, "q_offsets must be 1-D"),
+    ({"q_offsets": torch.tensor([0, 5])}, "q_offsets has 2 elements but k_offsets has 3"),
+    ({"q_offsets": torch.tensor([0, 4, 3])}, "q_offsets must start at 0"),
+    ({"k_offsets": torch.tensor([0, 4, 6])}, "no more than the 5 rows of k"),
+    ({"k_offsets": torch.tensor([1, 4, 5])}, "k_offsets must start at 0"),
+    ({"q_offsets": torch.tensor([], dtype=torch.int64), "k_offsets": torch.tensor([], dtype=torch.int64)},
+     "q_offsets must have at least one element"),
+    ({"q_positions": torch.zeros(4, dtype=torch.int64)}, "q_positions has 4 rows but q has 5"),
+    ({"k_positions": torch.zeros(5)}, "k_positions must be int32 or int64"),
+    ({"causal_align": "middle"}, "causal_align must be"),
+    ({"causal_align": "bottom_right", "q_positions": torch.zeros(5, dtype=torch.int64)}, "when positions are given"),
+    ({"window": (-2, 0)}, "window must be two ints"),
+    ({"dropout_p": 1.5}, "dropout_p must be in"),
+    ({"dropout_p": 0.5}, "seed must be given"),
+    ({"dropout_p": 0.5, "seed": torch.tensor(1.0)}, "seed must be one int64 element"),
+    ({"q": torch.zeros(5, 4, 8, device="meta")}, "k is on cpu but q is on meta"),
+])
+def test_bad_arguments(changes: dict, message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        _call(**changes)
+
+
+def test_good_arguments() -> None:
+    assert _call().shape == (5, 4, 8)

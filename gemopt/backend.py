@@ -33,21 +33,25 @@ PLAIN = "the graph runs as under torch.compile"
 
 
 def inner_compiler(
-    name: str, mode: str | None = None, options: dict[str, Any] | None = None, dynamic: bool | None = True
+    kind: str,
+    mode: str | None = None,
+    options: dict[str, Any] | None = None,
+    dynamic: bool | None = True,
+    name: str | None = None,
 ) -> Compiler:
-    """The inner compiler ``name`` with torch.compile's ``mode`` and ``options``, mapped as torch.compile maps
-    them.
+    """The inner compiler ``kind`` with torch.compile's other arguments, mapped as torch.compile maps them.
 
     Raises:
-        ValueError: both are given, or one is given for a compiler that takes none.
+        ValueError: mode and options are both given, or one is given for a compiler that takes none.
     """
     if mode is not None and options is not None:
         raise ValueError(f"mode, options: got {mode!r} and {options!r}; allowed: one of them")
-    if name == "inductor":
-        return torch._TorchCompileInductorWrapper(mode or (None if options else "default"), options, dynamic)
+    if kind == "inductor":
+        mode = mode or (None if options else "default")
+        return torch._TorchCompileInductorWrapper(mode, options, dynamic, *([name] if name else []))
     if options or mode not in (None, "default"):
         raise ValueError(f'mode, options: got {mode!r}, {options!r}; allowed with inner="inductor" only')
-    return lookup_backend(name)
+    return lookup_backend(kind)
 
 
 def load_pipeline(name: str) -> Callable[..., Any]:
@@ -80,7 +84,7 @@ class GemoptBackend:
     Args:
         recipe: what to do.
         report: a :class:`gemopt.Report`; gets one GraphReport for every graph Dynamo hands over.
-        mode, options: torch.compile's, for the inner compiler.
+        inner: compiles the rewritten graph, and the graph as it is where nothing is rewritten.
         dynamic: what the frames are compiled with.
     """
 
@@ -90,21 +94,20 @@ class GemoptBackend:
         self,
         recipe: Recipe,
         report: Any,
+        inner: Compiler,
         *,
-        mode: str | None = None,
-        options: dict[str, Any] | None = None,
         dynamic: bool | None = True,
     ) -> None:
         self.recipe = recipe
         self.report = report
         self.dynamic = dynamic
-        self.inner = inner_compiler(recipe.inner, mode, options, dynamic)
+        self.inner = inner
         self.pipeline = (
             load_pipeline(recipe.pipeline) if isinstance(recipe.pipeline, str) else recipe.pipeline
         )
 
     def __call__(self, gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        report = self.report.new_graph(mode="train" if trains(example_inputs) else "inference")
+        report = self.new_report(example_inputs)
         planned = self.plan(gm, example_inputs, report)
         if planned is None:
             return self.inner(gm, example_inputs)
@@ -115,6 +118,10 @@ class GemoptBackend:
         except Exception as error:
             self._degrade(error, report)
             return self.inner(gm, example_inputs)
+
+    def new_report(self, example_inputs: Sequence[Any]) -> Any:
+        """A GraphReport for the graph at hand."""
+        return self.report.new_graph(mode="train" if trains(example_inputs) else "inference")
 
     def get_compiler_config(self) -> Any:
         """What ``compiled.get_compiler_config()`` shows: the inner compiler's configuration."""
@@ -158,7 +165,9 @@ class GemoptBackend:
         prologue = self._compile_prologue(captured, plan)
         adopt(plan.packed, gm)
         packed = self.inner(plan.packed, [*captured.example_inputs, *plan.extra_examples])
-        return Host(prologue, packed, LazyPadded(gm, self.inner, self.dynamic), plan, report)
+        return Host(
+            prologue, packed, LazyPadded(gm, self.inner, self.dynamic), plan, report, size_symbols(captured)
+        )
 
     def _compile_prologue(self, captured: Captured, plan: Any) -> Callable[..., Any]:
         if self.recipe.inner != "inductor":
@@ -198,22 +207,45 @@ class Host:
         padded: Callable[..., Any],
         plan: Any,
         report: Any,
+        sizes: Sequence[tuple[str, int, int | None]] = (),
     ) -> None:
         self._prologue = prologue
         self._packed = packed
         self._padded = padded
         self._plan = plan
         self._report = report
+        self._sizes = sizes
 
     def __call__(self, *args: Any) -> Any:
-        with torch.no_grad():
-            stats, *tensors = self._prologue(*args)
-        extra = self._plan.admit(stats.tolist(), tensors)  # the only device-to-host read of the step
+        extra = self.admit(args)
         if extra is None:
             self._report.count_step(False, self._plan.last_reason)
             return self._padded(*args)
         self._report.count_step(True)
         return self._packed(*args, *extra)
+
+    def admit(self, args: Sequence[Any]) -> Sequence[Any] | None:
+        """Run the prologue, tell the report the sizes seen, and let the plan decide."""
+        plan = self._plan
+        with torch.no_grad():
+            stats, *tensors = self._prologue(*args)
+            extra = plan.admit(stats.tolist(), tensors)  # the only device-to-host read of the step
+        seen = {name: args[i] if dim is None else args[i].shape[dim] for name, i, dim in self._sizes}
+        self._report.saw({**seen, **getattr(plan, "last_counts", {})})
+        return extra
+
+
+def size_symbols(captured: Captured) -> list[tuple[str, int, int | None]]:
+    """Where to read each size symbol: (symbol, placeholder, dim), dim None for a SymInt itself."""
+    found: dict[str, tuple[str, int, int | None]] = {}
+    for i, x in enumerate(captured.example_inputs):
+        sizes = enumerate(x.shape) if isinstance(x, torch.Tensor) else ((None, x),)
+        for dim, size in sizes:
+            if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
+                name = str(size.node.expr)
+                if name not in found or dim is None:
+                    found[name] = (name, i, dim)
+    return list(found.values())
 
 
 class LazyPadded:

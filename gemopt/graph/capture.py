@@ -162,9 +162,9 @@ def _trace_copy(x: Any) -> Any:
     ``from_tensor`` memoises: an in-place operator run on the memoised fake itself would leave a ``grad_fn``
     on the very object that the inner compiler receives as a leaf afterwards.
     """
-    if (
-        not isinstance(x, torch.Tensor) or x.item_memo is not None
-    ):  # the memo names the symbol of a wrapped float
+    if not isinstance(x, torch.Tensor):
+        return x
+    if getattr(x, "item_memo", None) is not None:  # a wrapped Python float: the memo is its symbol
         return x
     return x.detach().requires_grad_(x.requires_grad)
 

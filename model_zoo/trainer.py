@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from . import tasks
-from .data.batches import BatchIterator
+from .data.batches import BatchIterator, SampleSet
 from .metrics import Metrics, evaluate
 
 # A resumed run may differ from the saved one in these: they do not touch the trajectory.
@@ -73,6 +73,26 @@ def learning_rate_factor(step: int, warmup: int, total: int) -> float:
     return 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * done))
 
 
+@torch.no_grad()
+def evaluate_model(
+    name: str, module: nn.Module, samples: SampleSet, device: str = "cpu", limit: int | None = None
+) -> Metrics:
+    """Metrics of the model on samples (the first ``limit``), by the plain module in eager mode.
+
+    Eager, so that the numbers of all modes come from the same arithmetic and no second graph is compiled.
+    Batches are sorted by length and padded to their own maximum, which is fast and changes no result.
+    """
+    module.eval()
+    order = samples.total_length()[:limit].argsort(kind="stable")
+    logits, labels = [], []
+    for start in range(0, len(order), 256):
+        batch = samples.collate(order[start : start + 256], "batch")
+        batch = {k: v.to(device) for k, v in batch.items()}
+        logits.append(tasks.click_logits(name, module, batch).float().cpu())
+        labels.append(batch["label"].cpu())
+    return evaluate(torch.cat(logits).numpy(), torch.cat(labels).numpy())
+
+
 class Trainer:
     """Builds everything from a config; ``run`` trains to ``total_steps``."""
 
@@ -113,23 +133,9 @@ class Trainer:
         self.step += 1
         return loss.detach()
 
-    @torch.no_grad()
     def evaluate(self, split: str = "valid", limit: int | None = None) -> Metrics:
-        """Metrics on a split (its first ``limit`` samples), by the plain model in eager mode.
-
-        Eager, so that the numbers of all modes come from the same arithmetic and no second graph is compiled.
-        Batches are sorted by length and padded to their own maximum, which is fast and changes no result.
-        """
-        self.model.eval()
-        samples, device = self.samples[split], self.config.device
-        order = samples.total_length()[:limit].argsort(kind="stable")
-        logits, labels = [], []
-        for start in range(0, len(order), 256):
-            batch = samples.collate(order[start : start + 256], "batch")
-            batch = {k: v.to(device) for k, v in batch.items()}
-            logits.append(tasks.click_logits(self.config.model, self.model, batch).float().cpu())
-            labels.append(batch["label"].cpu())
-        return evaluate(torch.cat(logits).numpy(), torch.cat(labels).numpy())
+        """Metrics on a split (its first ``limit`` samples)."""
+        return evaluate_model(self.config.model, self.model, self.samples[split], self.config.device, limit)
 
     # -- the loop ----------------------------------------------------------------------------------
     def run(self, on_step: Callable[[dict[str, float]], None] = lambda record: None) -> None:

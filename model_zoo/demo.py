@@ -114,7 +114,9 @@ def metrics_table(metrics: dict[str, Metrics], steps: int) -> Table:
 
 def loss_difference(sides: dict[str, Side]) -> float:
     """Largest difference of the two losses over the first steps; NaN if one of them is."""
-    padded, packed = (torch.tensor(sides[mode].losses[:COMPARED_STEPS], dtype=torch.float64) for mode in NAMES)
+    padded, packed = (
+        torch.tensor(sides[mode].losses[:COMPARED_STEPS], dtype=torch.float64) for mode in NAMES
+    )
     return float((padded - packed).abs().max())  # unlike Python's max, this does not skip a NaN
 
 

@@ -181,12 +181,12 @@ def test_dropout_is_a_function_of_the_seed() -> None:
 def test_dropout_mean_is_no_dropout() -> None:
     inputs = draw(Case((6, 3), kwargs={"dropout_p": 0.3}), torch.float32)
     total = torch.zeros_like(inputs.q)
-    for seed in range(400):
+    for seed in range(100):
         inputs.kwargs["seed"] = torch.tensor([seed])
         total += run(jagged_attention, inputs, torch.float32)["out"]
     inputs.kwargs.update(dropout_p=0.0, seed=None)
     plain = run(jagged_attention, inputs, torch.float32)["out"]
-    assert ((total / 400 - plain).abs() < 6 * 0.65 / math.sqrt(400) * plain.abs().max()).all()
+    assert ((total / 100 - plain).abs() < 6 * 0.65 / math.sqrt(100) * plain.abs().max()).all()
 
 
 # Errors

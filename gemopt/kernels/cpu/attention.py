@@ -99,7 +99,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tenso
 
     def one_group(group: Group) -> None:
         o, l = _group_forward(q, k, v, group, spec, dtype)
-        group.q.put(out, o.transpose(1, 2).to(q.dtype))
+        group.q.put(out, o.transpose(1, 2))
         group.q.put(lse, l.transpose(1, 2))
 
     def one_single(single: SingleQueries) -> None:
@@ -136,9 +136,9 @@ def backward(
 
     def one_group(group: Group) -> None:
         gq, gk, gv = _group_backward(dout, q, k, v, out, lse, group, spec, dtype)
-        group.q.put(dq, gq.transpose(1, 2).to(q.dtype))
-        group.k.put(dk, gk.transpose(1, 2).to(k.dtype))
-        group.k.put(dv, gv.transpose(1, 2).to(v.dtype))
+        group.q.put(dq, gq.transpose(1, 2))
+        group.k.put(dk, gk.transpose(1, 2))
+        group.k.put(dv, gv.transpose(1, 2))
 
     def one_single(single: SingleQueries) -> None:
         gq, gk, gv = single_query.backward(dout, q, k, v, out, lse, single, spec, dtype)

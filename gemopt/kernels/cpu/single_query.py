@@ -109,6 +109,9 @@ def backward(
         weights = p * drop.view_as(p)
     ds = (p * dp.sub_(delta[owner])).mul_(spec.scale).unsqueeze(-1)
     dq = segment_sum_cpu(ds * dense.k, single.offsets).flatten(1, 2)
-    dk = (ds * dense.q).sum(2)
-    dv = do.mul_(weights.unsqueeze(-1)).sum(2)
-    return dq, dk, dv
+    return dq, _sum_sharing(dense.q.mul_(ds)), _sum_sharing(do.mul_(weights.unsqueeze(-1)))
+
+
+def _sum_sharing(x: Tensor) -> Tensor:
+    """`[S, Hkv, G, D]` → `[S, Hkv, D]`."""
+    return x.squeeze(2) if x.shape[2] == 1 else x.sum(2)

@@ -1,3 +1,5 @@
+from __future__ import annotations
+
 import pytest
 import torch
 
@@ -9,3 +11,11 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    """No test profits or suffers from another one's compiled graphs."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()

@@ -52,17 +52,22 @@ class MHAModel(nn.Module):
 
 
 class EncoderModel(nn.Module):
-    """nn.TransformerEncoder over two layers."""
+    """nn.TransformerEncoder."""
 
     def __init__(
-        self, norm_first: bool, batch_first: bool, activation: str = "relu", last: bool = False
+        self,
+        norm_first: bool,
+        batch_first: bool,
+        activation: str = "relu",
+        last: bool = False,
+        layers: int = 1,
     ) -> None:
         super().__init__()
         self.embed = Embed()
         layer = nn.TransformerEncoderLayer(
             DIM, HEADS, FF, dropout=0.0, activation=activation, batch_first=batch_first, norm_first=norm_first
         )
-        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
         self.batch_first, self.last = batch_first, last
 
     def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
@@ -148,7 +153,7 @@ for _norm_first in (False, True):
             )
 _file(
     "encoder_gelu_last",
-    lambda: EncoderModel(True, True, "gelu", last=True),
+    lambda: EncoderModel(True, True, "gelu", last=True, layers=2),
     ids_and_lengths,
     "encoder_layer",
     why="nn.TransformerEncoder, last item",

@@ -342,7 +342,7 @@ class SequenceModel(nn.Module):
         pool: str = "mean",
         position: str = "learned",
         pre_norm: bool = True,
-        layers: int = 2,
+        layers: int = 1,
         dropout: float = 0.0,
     ) -> None:
         super().__init__()

@@ -22,11 +22,11 @@ def _file(name: str, expected: Expected, why: str, *tags: str, **choices: object
 
 
 # the end of the model
-_file("last_gather", "rewritten", "gather at length - 1", "pool", pool="last_gather")
+_file("last_gather", "rewritten", "gather at length - 1", "pool", pool="last_gather", layers=2)
 _file("last_index", "rewritten", "advanced index at length - 1", "pool", pool="last_index")
 _file("last_one_hot", "rewritten", "sum with a one-hot of length - 1", "pool", pool="last_one_hot")
 _file("last_counted", "rewritten", "last position counted from the mask", "pool", pool="last_counted")
-_file("masked_mean", "rewritten", "mean over valid rows", "pool", pool="mean")
+_file("masked_mean", "rewritten", "mean over valid rows", "pool", pool="mean", layers=2)
 _file(
     "mean_by_length", "rewritten", "divides by the length as given: 0 / 0 stays", "pool", pool="mean_lengths"
 )
@@ -59,7 +59,7 @@ _file(
 )
 
 # causality
-_file("causal_tril", "rewritten", "tril of ones", "causal", causal="tril", pool="last_gather")
+_file("causal_tril", "rewritten", "tril of ones", "causal", causal="tril", pool="last_gather", layers=2)
 _file("causal_triu", "rewritten", "complement of triu", "causal", causal="not_triu", pool="last_index")
 _file("causal_triu_eq", "rewritten", "triu == 0", "causal", causal="triu_eq_0", pool="last_gather")
 _file("causal_arange", "rewritten", "positions compared", "causal", causal="arange")
@@ -138,6 +138,7 @@ _file(
     pool="last_one_hot",
     position="learned",
     pre_norm=False,
+    layers=2,
 )
 _file(
     "bert4rec",
@@ -150,6 +151,7 @@ _file(
     pool="mean",
     position="parameter",
     pre_norm=False,
+    layers=2,
 )
 _file(
     "gpt_like",
@@ -160,6 +162,7 @@ _file(
     attend="sdpa_bool",
     pool="last_index",
     position="parameter",
+    layers=2,
 )
 
 

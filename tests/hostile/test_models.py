@@ -1,0 +1,109 @@
+"""Every registered model: right over generated lengths, and rewritten or refused as expected.
+
+The quick set is one model for each mechanism; the rest is marked slow.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from gemopt.testing import assert_equivalent
+
+from ..models import CASES, ModelCase
+from ..models import parts as spelled
+from ..models.registry import ids_and_lengths
+from .common import compiled
+
+QUICK = {
+    *(
+        "last_gather",
+        "last_one_hot",
+        "masked_mean",
+        "masked_max",
+        "plain_mean",
+        "padded_hidden",
+        "valid_not_ge",
+    ),
+    *("valid_ids_ne", "mask_ids_gather_length", "fill_additive_1e4", "fill_inplace", "attend_merged_bmm"),
+    *("attend_einsum", "sdpa_bool_causal", "sdpa_is_causal", "sasrec", "mha_length_first"),
+    *("encoder_pre_bld_train", "encoder_post_lbd_eval", "loss_ignore_index", "loss_times_mask"),
+    *("loss_and_hidden", "din", "several_histories", "side_features", "odd_length_norm", "odd_graph_break"),
+    *("mask_after_softmax", "lstm"),
+}
+LENGTH_CASES = ("given", "zeros", "ones", "full", "skewed", "holes", "all_padding")
+
+
+def slow_unless_quick(case: ModelCase) -> object:
+    return pytest.param(case, id=case.name, marks=() if case.name in QUICK else pytest.mark.slow)
+
+
+@pytest.mark.parametrize("case", [slow_unless_quick(c) for c in CASES.values()])
+def test_model(case):
+    model, inputs = case.make(0)
+    subject = compiled(model)
+    result = assert_equivalent(model, inputs, compiled=subject, cases=LENGTH_CASES)
+    report = subject.report
+    if case.expected == "rewritten":
+        assert report.rewrites, [r.reason for r in report.rejections]
+        assert any(c.path == "packed" for c in result.cases), [c.path for c in result.cases]
+    elif case.expected == "refused":
+        assert report.rejections and all(r.reason for r in report.rejections)
+    elif case.expected == "nothing":
+        assert not report.rewrites
+
+
+@pytest.mark.parametrize("name", ["masked_mean", "sasrec", "encoder_pre_bld_train", "several_histories"])
+def test_through_aot_autograd_and_all_sizes(name):
+    model, inputs = CASES[name].make(0)
+    cases = ("given", "zeros", "empty_batch", "one_sequence")
+    assert_equivalent(model, inputs, compiled=compiled(model, "aot_eager"), cases=cases)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["last_gather", "several_histories"])
+def test_through_inductor(name):
+    model, inputs = CASES[name].make(0)
+    assert_equivalent(model, inputs, compiled=compiled(model, "inductor"), cases=("given", "zeros", "skewed"))
+
+
+def choices(quick: bool) -> st.SearchStrategy[dict[str, object]]:
+    return st.fixed_dictionaries(
+        {
+            "valid": st.sampled_from(sorted(spelled.VALID)),
+            "causal": st.sampled_from(sorted(spelled.CAUSAL)),
+            "fill": st.sampled_from(sorted(spelled.FILL)),
+            "attend": st.sampled_from(sorted(spelled.ATTEND)),
+            "pool": st.sampled_from(sorted(spelled.POOL)),
+            "position": st.sampled_from(["learned", "parameter", "sinusoidal", "none"]),
+            "pre_norm": st.booleans(),
+            "layers": st.just(1) if quick else st.integers(1, 2),
+        }
+    )
+
+
+def check_choices(chosen, seed):
+    torch._dynamo.reset()
+    torch.manual_seed(seed)
+    model = spelled.SequenceModel(**chosen)
+    assert_equivalent(
+        model, ids_and_lengths, compiled=compiled(model), cases=("given", "zeros", "ones", "holes"), seed=seed
+    )
+
+
+QUIETLY = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture, HealthCheck.data_too_large]
+
+
+@settings(max_examples=5, deadline=None, derandomize=True, suppress_health_check=QUIETLY, database=None)
+@given(choices(quick=True), st.integers(0, 99))
+def test_any_mixture_of_spellings(chosen, seed):
+    check_choices(chosen, seed)
+
+
+@pytest.mark.slow
+@settings(max_examples=80, deadline=None, suppress_health_check=QUIETLY, database=None)
+@given(choices(quick=False), st.integers(0, 99))
+def test_many_mixtures_of_spellings(chosen, seed):
+    check_choices(chosen, seed)

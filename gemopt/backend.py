@@ -151,8 +151,9 @@ class GemoptBackend:
     def _degrade(self, error: Exception, report: Any) -> None:
         """An internal error: raise it under strict, else record it, warn, and let the graph run as it is."""
         reason = traceback.format_exception_only(error)[-1].strip()
+        at = traceback.extract_tb(error.__traceback__)[-1]  # Dynamo cuts the traceback off
         if self.recipe.strict:
-            raise CompileError(f"gemopt: {reason}") from error
+            raise CompileError(f"gemopt: {reason} ({at.filename}:{at.lineno} in {at.name})") from error
         report.discard_rewrites()
         report.reject(
             "graph", "internal error", reason=reason, hint=f"{PLAIN}; strict=True raises this error"

@@ -2,7 +2,6 @@
 
     unbind, split, chunk, tensor_split    ->  select or slice, one for every part that is used
     x.add_(y) on a local tensor           ->  x = x + y, for all later readers
-    zeros_like, ones_like, full_like      ->  zeros, ones, full of the same sizes (they read no element)
 
 Every rewrite here keeps values, shapes and dtypes exactly.
 """
@@ -14,11 +13,14 @@ import operator
 import torch
 from torch import fx
 
+from gemopt.graph.mutation import functionalise
+
 aten = torch.ops.aten
 
 
 def canonicalise(gm: fx.GraphModule) -> None:
     """Rewrite ``gm`` in place."""
+    functionalise(gm.graph)
     for node in list(gm.graph.nodes):
         if node.op == "call_function" and node.target in _PARTS:
             _split_parts(gm.graph, node)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from gemopt.graph import cost
 from gemopt.graph import terms as t
 from gemopt.graph.attention import Site
 from gemopt.graph.capture import Captured, regions
@@ -57,11 +58,12 @@ def unpad(captured: Captured, recipe: Any, report: Any) -> Plan | None:
         return None
     emitter = Emitter(captured.gm, layout, region)
     packed = emitter.run()
+    pairs = [(layout.rows[o].set, layout.key_rows[o].set) for o in layout.sites if o in layout.packed]
     plan = Plan(
-        packed, captured.gm, emitter.extras, live.assumptions, known.values, captured.fake_mode, _cost_rule(layout)
+        packed, captured.gm, emitter.extras, live.assumptions, known.values, captured.fake_mode, _cost_rule(layout), pairs
     )
     check_outputs(captured, plan)
-    _report_plan(report, layout, plan, live)
+    _report_plan(report, graph, layout, plan, live, captured.is_training_graph)
     return plan
 
 
@@ -186,7 +188,8 @@ def holding_output(captured: Captured, live: Live, site: Site) -> str:
     return ""
 
 
-def _report_plan(report: Any, layout: Layout, plan: Plan, live: Live) -> None:
+def _report_plan(report: Any, graph: fx.Graph, layout: Layout, plan: Plan, live: Live, training: bool) -> None:
+    report.set_cost(**cost.totals(graph, layout, training), symbols=cost.meanings(layout))
     for s in plan.sets:
         report.row_set(s.name, str(s))
     assumptions = tuple(b.reason.removeprefix("assumption failed: ") for b in plan.bits)

@@ -71,7 +71,8 @@ _UNTAGGED_POINTWISE = frozenset(
     "aten." + n
     for n in (
         "dropout feature_alpha_dropout to _to_copy type_as contiguous clone detach alias lift_fresh_copy masked_fill where "
-        "relu6 selu celu softplus mish rsub nan_to_num square clip bernoulli __and__ __or__ __xor__ float double half int long bool"
+        "relu6 selu celu softplus mish rsub nan_to_num square clip bernoulli __and__ __or__ __xor__ "
+        "log_sigmoid zeros_like ones_like full_like empty_like rand_like randn_like"
     ).split()
 )
 
@@ -566,6 +567,13 @@ def token_loss(node: fx.Node, ctx: Context) -> Info:
     return Info(labels.dims, (Access(x, tuple(exprs)), Access(target, identity(labels.dims)), *others), "loss")
 
 
+def elementwise_loss(node: fx.Node, ctx: Context) -> Info:
+    """Losses between two tensors of one shape: pointwise when nothing is reduced."""
+    if argument(node, "reduction") != 0:
+        raise NotUnderstood("a loss reduced over every row")
+    return pointwise(node, ctx)
+
+
 def _table() -> dict[str, Handler]:
     groups: list[tuple[str, Handler]] = [
         ("view reshape _unsafe_view flatten unflatten squeeze unsqueeze view_as reshape_as", view),
@@ -593,6 +601,7 @@ def _table() -> dict[str, Handler]:
         ("einsum", einsum),
         ("scaled_dot_product_attention", attention),
         ("cross_entropy_loss nll_loss_nd nll_loss", token_loss),
+        ("binary_cross_entropy_with_logits binary_cross_entropy mse_loss l1_loss smooth_l1_loss huber_loss", elementwise_loss),
     ]
     return {f"aten.{name}": handler for names, handler in groups for name in names.split()}
 

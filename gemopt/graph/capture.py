@@ -29,6 +29,8 @@ from torch.amp.autocast_mode import _enter_autocast, _exit_autocast, _UnmanagedA
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.experimental.symbolic_shapes import PropagateUnbackedSymInts
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+
+from gemopt.graph.fused import FUSED
 from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, SelectiveCheckpointContext
 
 
@@ -243,6 +245,8 @@ class _Retrace(PropagateUnbackedSymInts):
             if target is torch.ops.higher_order.tag_activation_checkpoint:
                 return _CheckpointBody(args[0]).run(*args[1:])  # kwargs are checkpoint's own settings
             raise CaptureError(f"the graph holds higher-order operator {target.name()!r}")
+        if target in FUSED:
+            return FUSED[target](*args, **kwargs)
         return super().call_function(target, args, kwargs)
 
 

@@ -108,6 +108,8 @@ class Emitter:
         return (*parts, self.regions.get(self._at), self._at.meta.get("ac_graph_id"))
 
     def _cached(self, key: Any, make: Callable[[], fx.Node]) -> fx.Node:
+        if any(isinstance(x, fx.Node) and x in self.known.tainted for x in key):
+            return make()  # its value depends on when it is read
         if key not in self._converted:
             self._converted[key] = make()
         return self._converted[key]

@@ -52,7 +52,9 @@ class Extras:
     def __getitem__(self, extra: Extra) -> fx.Node:
         if extra not in self.nodes:
             with self._graph.inserting_after(self._after):
-                self._after = self.nodes[extra] = self._graph.placeholder(extra.name)
+                taken = sum(e.name == extra.name for e in self.nodes)
+                name = f"{extra.name}_{taken}" if taken else extra.name
+                self._after = self.nodes[extra] = self._graph.placeholder(name)
         return self.nodes[extra]
 
     def index(self, s: RowSet) -> fx.Node:

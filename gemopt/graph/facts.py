@@ -22,6 +22,7 @@ from torch import fx
 
 from gemopt.graph import accesses
 from gemopt.graph import terms as t
+from gemopt.graph.mutation import tainted
 from gemopt.graph.slots import Access, Info, argument, forward, is_tensor, op_name, shape_of
 from gemopt.graph.terms import Term
 from gemopt.graph.values import Values
@@ -40,10 +41,13 @@ class Analysis:
 
     def __init__(self, graph: fx.Graph) -> None:
         self.infos: dict[fx.Node, Info] = {}
+        self.tainted: set[fx.Node] = tainted(graph)
         self.facts: dict[fx.Node, Fact] = {}
         self.values = Values(self.info)
         for node in graph.nodes:
-            if is_tensor(node):
+            if node in self.tainted:
+                self.infos[node] = accesses.opaque(node, self)
+            elif is_tensor(node):
                 self.infos[node] = accesses.info_of(node, self)
                 self.values.visit(node)
                 fact = _fact(node, self)

@@ -1,6 +1,6 @@
 """The plan of one graph: prologue, packed graph, and the host's decision between packed and padded.
 
-The prologue's result is ``(stats, *tensors)``: the assumption bits and the row counts in ``stats``, then for every row set
+The prologue's result is ``(stats, *tensors)``: the assumption bits, row counts and query-key pair counts in ``stats``, then for every row set
 its mask, and ranks, offsets and gathered row numbers where the packed graph asks for them. Once the host knows the counts
 it fills the extra inputs with a few index operations; nothing else waits for the device.
 """
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from gemopt.graph import terms as t
+from gemopt.graph.cost import pairs_name
 from gemopt.graph.extras import Extra, Extras
 from gemopt.graph.live import Subset
 from gemopt.graph.prologue import Sizes, TermWriter, copy_inputs, copy_leaf, device_of
@@ -71,6 +72,7 @@ class Plan:
         values: Values,
         fake_mode: Any,
         pays: Callable[[Mapping[str, int], Mapping[str, int]], bool],
+        pairs: Sequence[tuple[RowSet, RowSet]] = (),
     ) -> None:
         used = {n.target for n in packed.graph.nodes if n.op == "placeholder" and n.users}
         for node in list(packed.graph.nodes):
@@ -82,6 +84,7 @@ class Plan:
         self.sets = list(dict.fromkeys(s for e in self.extras for s in (e.set, e.target) if s is not None))
         self.bits = list(dict.fromkeys([*map(subset_bit, assumptions), *range_bits(self.extras)]))
         self._pays = pays
+        self._pairs = [p for p in dict.fromkeys(pairs) if p[0] in self.sets and p[1] in self.sets]
         self.last_reason = ""
         self.last_counts: dict[str, int] = {}
         self._slots: dict[Any, int] = {}
@@ -123,6 +126,9 @@ class Plan:
                 keep(e, self._offsets(writer, flat_masks[e.set], e.set))
             elif e.kind == "gather":
                 keep(e, self._gathered(writer, outputs[self._slots["rank", e.set]], e))
+        for q, k in self._pairs:
+            lengths = [self._lengths(writer, flat_masks[s], s) for s in (q, k)]
+            stats.append(writer.call(aten.sum.default, writer.call(aten.mul.Tensor, *lengths)))
         graph.output((writer.call(aten.stack.default, stats), *outputs))
         graph.eliminate_dead_code()
         return fx.GraphModule(source, graph, "Prologue")
@@ -132,9 +138,13 @@ class Plan:
         terms += [p for e in self.extras for p in e.positions]
         return sorted(frozenset().union(*(x.leaves for x in terms)))
 
+    def _lengths(self, writer: TermWriter, mask: fx.Node, s: RowSet) -> fx.Node:
+        """Rows of every sequence."""
+        by_sequence = writer.call(aten.reshape.default, mask, [-1, writer.sizes[s.sizes[-1]]])
+        return writer.call(aten.sum.dim_IntList, by_sequence, [1])
+
     def _offsets(self, writer: TermWriter, mask: fx.Node, s: RowSet) -> fx.Node:
-        lengths = writer.call(aten.reshape.default, mask, [-1, writer.sizes[s.sizes[-1]]])
-        ends = writer.call(aten.cumsum.default, writer.call(aten.sum.dim_IntList, lengths, [1]), 0)
+        ends = writer.call(aten.cumsum.default, self._lengths(writer, mask, s), 0)
         return writer.call(aten.constant_pad_nd.default, ends, [1, 0])
 
     def _gathered(self, writer: TermWriter, rank: fx.Node, e: Extra) -> fx.Node:
@@ -175,8 +185,10 @@ class Plan:
 
     def admit(self, stats: Sequence[int], tensors: Sequence[Tensor]) -> tuple[Tensor, ...] | None:
         """The extra inputs of the packed graph, or None where it must not or need not run."""
-        bits, counts = stats[: len(self.bits)], stats[len(self.bits) :]
+        first, last = len(self.bits), len(self.bits) + len(self.sets)
+        bits, counts = stats[:first], stats[first:last]
         self.last_counts = {s.name: c for s, c in zip(self.sets, counts, strict=True)}
+        self.last_counts |= {pairs_name(q, k): n for (q, k), n in zip(self._pairs, stats[last:], strict=True)}
         for held, bit in zip(bits, self.bits, strict=True):
             if not held:
                 self.last_reason = bit.reason

@@ -1,0 +1,92 @@
+"""In-place operations: which tensors they change, and how local ones are made functional.
+
+Storage says what aliases what: the fakes of a view and its base share one. A tensor whose storage is written by an op that
+is still in the graph is *tainted*: its value depends on when it is read, so no analysis speaks of it and it is never packed.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import torch
+from torch import fx
+
+from gemopt.graph.slots import is_tensor
+
+
+def storage_of(node: fx.Node) -> int | None:
+    if not is_tensor(node):
+        return None
+    try:
+        return node.meta["val"].untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):  # subclasses without storage
+        return None
+
+
+def mutated_arguments(node: fx.Node) -> list[fx.Node]:
+    """Tensor arguments that the op writes."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
+        return []
+    found = []
+    for i, a in enumerate(target._schema.arguments):
+        value = node.kwargs.get(a.name, node.args[i] if i < len(node.args) else None)
+        if a.alias_info is not None and a.alias_info.is_write and isinstance(value, fx.Node):
+            found.append(value)
+    return found
+
+
+def tainted(graph: fx.Graph) -> set[fx.Node]:
+    """Nodes whose storage some op of the graph writes."""
+    written = {storage_of(x) for node in graph.nodes for x in mutated_arguments(node)} - {None}
+    return {n for n in graph.nodes if storage_of(n) in written} if written else set()
+
+
+def functionalise(graph: fx.Graph) -> None:
+    """Replace ``y = x.op_(..)`` by ``y = x.op(..)`` where ``x`` is local and its older views are not read again."""
+    order = {n: i for i, n in enumerate(graph.nodes)}
+    sharing: dict[int, list[fx.Node]] = defaultdict(list)
+    for node in graph.nodes:
+        storage = storage_of(node)
+        if storage is not None:
+            sharing[storage].append(node)
+    for node in list(graph.nodes):
+        written = mutated_arguments(node)
+        if len(written) != 1 or written[0] is not node.args[0]:
+            continue
+        x = written[0]
+        functional = _functional(node)
+        group = sharing.get(storage_of(x) or 0, [])
+        if functional is None or any(n.op in ("placeholder", "get_attr") for n in group):
+            continue
+        before = [n for n in group if order[n] < order[node] and n is not x]
+        if any(order[u] > order[node] for n in before for u in n.users):
+            continue
+        if x.meta["val"].dtype != node.meta["val"].dtype or _is_view(x, group):
+            continue
+        node.target = functional
+        x.replace_all_uses_with(node, delete_user_cb=lambda u, n=node: order[u] > order[n])  # type: ignore[misc]
+
+
+def _functional(node: fx.Node) -> torch._ops.OpOverload | None:
+    """``aten.add.Tensor`` for ``aten.add_.Tensor``, if it has the same arguments."""
+    target = node.target
+    assert isinstance(target, torch._ops.OpOverload)
+    name = target._opname
+    if target.namespace != "aten" or not name.endswith("_") or name.endswith("__"):
+        return None
+    packet = getattr(torch.ops.aten, name[:-1], None)
+    found = getattr(packet, target._overloadname, None) if packet is not None else None
+    if found is None:
+        return None
+    same = [a.name for a in found._schema.arguments] == [a.name for a in target._schema.arguments]
+    return found if same else None
+
+
+def _is_view(x: fx.Node, group: list[fx.Node]) -> bool:
+    """Whether writing ``x`` writes a tensor of another node that came before it."""
+    for node in group:
+        if node is x:
+            return False
+        return True
+    return True

@@ -1,0 +1,164 @@
+"""Backward of jagged attention in Triton: two kernels, no atomics, so gradients are the same in every run.
+
+With P = exp(S - lse), delta_i = dO_i · O_i and drop as in the forward:
+
+    dV = drop(P)ᵀ dO     dS = P * (drop(dO Vᵀ) - delta)     dQ = scale dS K     dK = scale dSᵀ Q
+
+`attention_backward_kv` owns a key tile and walks over the queries that see it, for every query head that shares the key
+head; it computes the transposed scores K Qᵀ directly, so no product is transposed in registers. `attention_backward_q`
+owns a query tile and walks over its keys. Seven products in place of the forward's two.
+"""
+import triton
+import triton.language as tl
+
+from gemopt.kernels.triton.attention_tiles import (
+    dropped,
+    extent,
+    key_range,
+    load_rows,
+    query_range,
+    row_positions,
+    store_rows,
+    visible,
+)
+from gemopt.kernels.triton.dropout import row_keys
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def attention_delta(
+    out_ptr, dout_ptr, delta_ptr, rows, heads, out_stride, out_head_stride, dout_stride, dout_head_stride,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_Q: tl.constexpr,
+):
+    """delta `[Tq, H]` = rowsum(dO * O). Grid (row tiles, heads)."""
+    head = tl.program_id(1).to(tl.int64)
+    r = tl.program_id(0).to(tl.int64) * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    out = load_rows(out_ptr + head * out_head_stride, 0, r, rows, out_stride, DV, BLOCK_DV).to(tl.float32)
+    dout = load_rows(dout_ptr + head * dout_head_stride, 0, r, rows, dout_stride, DV, BLOCK_DV).to(tl.float32)
+    tl.store(delta_ptr + r * heads + head, tl.sum(out * dout, 1), mask=r < rows)
+
+
+@triton.jit
+def _load_lse(lse_ptr, start, rows, length, heads, head):
+    """lse in base 2; 0 for rows that saw nothing, whose weights the mask makes 0."""
+    lse = tl.load(lse_ptr + (start + rows) * heads + head, mask=rows < length, other=0.0) * LOG2E
+    return tl.where(lse == float("-inf"), 0.0, lse)
+
+
+@triton.jit
+def attention_backward_kv(
+    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
+    q_offsets_ptr, k_offsets_ptr, q_pos_ptr, k_pos_ptr, seed_ptr,
+    q_rows, k_rows, batch, heads, sharing,
+    q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride, dout_stride, dout_head_stride,
+    scale, scale_log2, threshold, multiplier,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    CAUSAL: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    HAS_Q_POS: tl.constexpr, HAS_K_POS: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+):
+    """Grid (key tiles, key heads, batch + 1)."""
+    kv_head, b = tl.program_id(1), tl.program_id(2)
+    kv_heads = tl.num_programs(1)
+    q_start, q_len = extent(q_offsets_ptr, b, batch, q_rows)
+    k_start, k_len = extent(k_offsets_ptr, b, batch, k_rows)
+    if b == batch:
+        q_len = 0
+    k_base = k_ptr + kv_head.to(tl.int64) * k_head_stride
+    v_base = v_ptr + kv_head.to(tl.int64) * v_head_stride
+    shift = 0
+    if BOTTOM_RIGHT:
+        shift = k_len - q_len
+
+    for tile in range(tl.program_id(0), tl.cdiv(k_len, BLOCK_K), tl.num_programs(0)):
+        keys = tile * BLOCK_K + tl.arange(0, BLOCK_K)
+        k = load_rows(k_base, k_start, keys, k_len, k_stride, D, BLOCK_D)
+        v = load_rows(v_base, k_start, keys, k_len, v_stride, DV, BLOCK_DV)
+        k_pos = row_positions(k_pos_ptr, k_start, keys, k_len, 0, HAS_K_POS)
+        dk = tl.zeros((BLOCK_K, BLOCK_D), tl.float32)
+        dv = tl.zeros((BLOCK_K, BLOCK_DV), tl.float32)
+        low, high = query_range(tile * BLOCK_K, tile * BLOCK_K + BLOCK_K - 1, shift, q_len, CAUSAL, LEFT, RIGHT,
+                                not (HAS_Q_POS or HAS_K_POS), BLOCK_Q)
+        tiles = tl.maximum(tl.cdiv(high - low, BLOCK_Q), 0)
+        for step in range(0, tiles * sharing):  # all query tiles of the first sharing head, then the next head's
+            head = kv_head * sharing + step // tiles
+            first = low + (step % tiles) * BLOCK_Q
+            rows = first + tl.arange(0, BLOCK_Q)
+            q = load_rows(q_ptr + head.to(tl.int64) * q_head_stride, q_start, rows, q_len, q_stride, D, BLOCK_D)
+            lse = _load_lse(lse_ptr, q_start, rows, q_len, heads, head)
+            scores = tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale_log2
+            seen = (rows[None, :] < q_len) & (keys[:, None] < k_len)
+            if CAUSAL or LEFT >= 0 or RIGHT >= 0:
+                q_pos = row_positions(q_pos_ptr, q_start, rows, q_len, shift, HAS_Q_POS)
+                seen = seen & visible(q_pos[None, :], k_pos[:, None], CAUSAL, LEFT, RIGHT)
+            p = tl.where(seen, tl.exp2(scores - lse[None, :]), 0.0)
+            dout = load_rows(dout_ptr + head.to(tl.int64) * dout_head_stride, q_start, rows, q_len, dout_stride, DV,
+                             BLOCK_DV)
+            dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
+            weights = p
+            if DROPOUT:
+                word_a, word_b = row_keys(seed_ptr, head, q_start + rows)
+                limit = threshold.to(tl.uint32)
+                weights = dropped(p, word_a[None, :], word_b[None, :], keys[:, None], limit, multiplier)
+                dp = dropped(dp, word_a[None, :], word_b[None, :], keys[:, None], limit, multiplier)
+            dv = tl.dot(weights.to(dout.dtype), dout, dv, input_precision=PRECISION)
+            delta = tl.load(delta_ptr + (q_start + rows) * heads + head, mask=rows < q_len, other=0.0)
+            ds = p * (dp - delta[None, :])
+            dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+        store_rows(dk_ptr + kv_head.to(tl.int64) * D, k_start, keys, k_len, kv_heads * D, dk * scale, D, BLOCK_D)
+        store_rows(dv_ptr + kv_head.to(tl.int64) * DV, k_start, keys, k_len, kv_heads * DV, dv, DV, BLOCK_DV)
+
+
+@triton.jit
+def attention_backward_q(
+    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dq_ptr,
+    q_offsets_ptr, k_offsets_ptr, q_pos_ptr, k_pos_ptr, seed_ptr,
+    q_rows, k_rows, batch, heads, sharing,
+    q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride, dout_stride, dout_head_stride,
+    scale, scale_log2, threshold, multiplier,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    CAUSAL: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    HAS_Q_POS: tl.constexpr, HAS_K_POS: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+):
+    """Grid (query tiles, heads, batch + 1)."""
+    head, b = tl.program_id(1), tl.program_id(2)
+    q_start, q_len = extent(q_offsets_ptr, b, batch, q_rows)
+    k_start, k_len = extent(k_offsets_ptr, b, batch, k_rows)
+    if b == batch:
+        k_len = 0
+    k_base = k_ptr + (head // sharing).to(tl.int64) * k_head_stride
+    v_base = v_ptr + (head // sharing).to(tl.int64) * v_head_stride
+    shift = 0
+    if BOTTOM_RIGHT:
+        shift = k_len - q_len
+
+    for tile in range(tl.program_id(0), tl.cdiv(q_len, BLOCK_Q), tl.num_programs(0)):
+        rows = tile * BLOCK_Q + tl.arange(0, BLOCK_Q)
+        q = load_rows(q_ptr + head.to(tl.int64) * q_head_stride, q_start, rows, q_len, q_stride, D, BLOCK_D)
+        dout = load_rows(dout_ptr + head.to(tl.int64) * dout_head_stride, q_start, rows, q_len, dout_stride, DV, BLOCK_DV)
+        lse = _load_lse(lse_ptr, q_start, rows, q_len, heads, head)
+        delta = tl.load(delta_ptr + (q_start + rows) * heads + head, mask=rows < q_len, other=0.0)
+        q_pos = row_positions(q_pos_ptr, q_start, rows, q_len, shift, HAS_Q_POS)
+        if DROPOUT:
+            word_a, word_b = row_keys(seed_ptr, head, q_start + rows)
+        dq = tl.zeros((BLOCK_Q, BLOCK_D), tl.float32)
+        low, high = key_range(tile * BLOCK_Q, tile * BLOCK_Q + BLOCK_Q - 1, shift, q_len, k_len, CAUSAL, LEFT, RIGHT,
+                              not (HAS_Q_POS or HAS_K_POS), BLOCK_K)
+        for first in range(low, high, BLOCK_K):
+            keys = first + tl.arange(0, BLOCK_K)
+            k = load_rows(k_base, k_start, keys, k_len, k_stride, D, BLOCK_D)
+            v = load_rows(v_base, k_start, keys, k_len, v_stride, DV, BLOCK_DV)
+            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2
+            seen = keys[None, :] < k_len
+            if CAUSAL or LEFT >= 0 or RIGHT >= 0:
+                k_pos = row_positions(k_pos_ptr, k_start, keys, k_len, 0, HAS_K_POS)
+                seen = seen & visible(q_pos[:, None], k_pos[None, :], CAUSAL, LEFT, RIGHT)
+            p = tl.where(seen, tl.exp2(scores - lse[:, None]), 0.0)
+            dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)
+            if DROPOUT:
+                dp = dropped(dp, word_a[:, None], word_b[:, None], keys[None, :], threshold.to(tl.uint32), multiplier)
+            ds = p * (dp - delta[:, None])
+            dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+        store_rows(dq_ptr + head.to(tl.int64) * D, q_start, rows, q_len, heads * D, dq * scale, D, BLOCK_D)

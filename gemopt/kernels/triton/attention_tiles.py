@@ -1,0 +1,101 @@
+"""What the jagged attention kernels share: where a sequence lies, what a tile sees, how rows are loaded.
+
+A program works on one sequence, one head and one tile of rows, and strides over further tiles when a sequence is longer
+than the launch expected. Sequence number B stands for the rows after the last offset: it has no keys (or queries), so
+the same code fills its outputs with zeros. Row numbers are int64 before they meet a stride.
+"""
+import triton
+import triton.language as tl
+
+from gemopt.kernels.triton.dropout import keep_mask
+
+
+@triton.jit
+def extent(offsets_ptr, b, batch, rows):
+    """First row and length of sequence `b`; the rows after the last offset if `b == batch`."""
+    start = tl.load(offsets_ptr + b).to(tl.int64)
+    end = rows.to(tl.int64)
+    if b < batch:
+        end = tl.load(offsets_ptr + b + 1).to(tl.int64)
+    return start, (end - start).to(tl.int32)
+
+
+@triton.jit
+def load_rows(base_ptr, start, rows, length, stride, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """`[rows, BLOCK_D]` of one head; zeros past the sequence and past D."""
+    cols = tl.arange(0, BLOCK_D)
+    mask = rows[:, None] < length
+    if D != BLOCK_D:
+        mask = mask & (cols[None, :] < D)
+    return tl.load(base_ptr + (start + rows)[:, None] * stride + cols[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def store_rows(base_ptr, start, rows, length, stride, values, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    cols = tl.arange(0, BLOCK_D)
+    mask = rows[:, None] < length
+    if D != BLOCK_D:
+        mask = mask & (cols[None, :] < D)
+    tl.store(base_ptr + (start + rows)[:, None] * stride + cols[None, :], values.to(base_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def row_positions(pos_ptr, start, rows, length, shift, HAS_POS: tl.constexpr):
+    """Position of each row: loaded, or its number plus `shift`."""
+    if HAS_POS:
+        return tl.load(pos_ptr + start + rows, mask=rows < length, other=0).to(tl.int64)
+    else:
+        return (rows + shift).to(tl.int64)
+
+
+@triton.jit
+def visible(q_pos, k_pos, CAUSAL: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr):
+    """Which of the broadcast positions see each other; call only if CAUSAL or a side of the window is limited."""
+    seen = q_pos == q_pos
+    if CAUSAL:
+        seen = k_pos <= q_pos
+    if LEFT >= 0:
+        seen = seen & (k_pos >= q_pos - LEFT)
+    if RIGHT >= 0:
+        seen = seen & (k_pos <= q_pos + RIGHT)
+    return seen
+
+
+@triton.jit
+def key_range(first_q, last_q, shift, q_len, k_len, CAUSAL: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+              BY_ROW: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Keys `[low, high)` that the queries `first_q ..= last_q` can see; `low` is the start of a tile."""
+    low = 0
+    high = k_len
+    if BY_ROW:
+        top = tl.minimum(last_q, q_len - 1) + shift
+        if CAUSAL:
+            high = tl.minimum(high, top + 1)
+        if RIGHT >= 0:
+            high = tl.minimum(high, top + RIGHT + 1)
+        if LEFT >= 0:
+            low = tl.maximum(first_q + shift - LEFT, 0) // BLOCK_K * BLOCK_K
+    return low, high
+
+
+@triton.jit
+def query_range(first_k, last_k, shift, q_len, CAUSAL: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+                BY_ROW: tl.constexpr, BLOCK_Q: tl.constexpr):
+    """Queries `[low, high)` that can see the keys `first_k ..= last_k`; `low` is the start of a tile."""
+    low = 0
+    high = q_len
+    if BY_ROW:
+        if CAUSAL:
+            low = tl.maximum(first_k - shift, 0)
+        if RIGHT >= 0:
+            low = tl.maximum(low, first_k - shift - RIGHT)
+        if LEFT >= 0:
+            high = tl.minimum(high, last_k - shift + LEFT + 1)
+        low = low // BLOCK_Q * BLOCK_Q
+    return low, high
+
+
+@triton.jit
+def dropped(values, a, b, k_rows, threshold, multiplier):
+    """Dropout of `values`: zero, or times 1 / (1 - p)."""
+    return tl.where(keep_mask(a, b, k_rows, threshold), values * multiplier, 0.0)

@@ -1,0 +1,120 @@
+"""The Triton kernels of jagged attention, on CUDA or, without one, under Triton's interpreter.
+
+The interpreter must be switched on before Triton defines a kernel, so `test_interpreter.py` runs this file in a process
+of its own. It multiplies bf16 wrongly, hence fp32 and fp16 there.
+"""
+import os
+
+import pytest
+import torch
+
+from gemopt.kernels.cpu import attention as cpu_kernels
+from gemopt.kernels.spec import AttentionSpec
+from gemopt.ops import dropout as host
+from gemopt.ops import jagged_attention, reference
+from tests.ops.attention_cases import CASES, Case, assert_close, check, draw, run
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and os.environ.get("GEMOPT_FORCE_TRITON") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+DTYPES = [torch.float32, torch.float16] if INTERPRETED else [torch.float32, torch.float16, torch.bfloat16]
+
+pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_matches_reference(name: str, dtype: torch.dtype) -> None:
+    check(CASES[name], dtype, DEVICE)
+
+
+@pytest.mark.parametrize("d", [8, 40, 72, 128, 200, 256])
+def test_head_dims(d: int) -> None:
+    check(Case((37, 5), d=d, heads=2, kv_heads=1, kwargs={"causal": True}), DTYPES[-1], DEVICE)
+
+
+def test_same_numbers_as_the_cpu_kernel() -> None:
+    """Dropout included: both devices drop the same weights."""
+    inputs = draw(Case((5, 40, 0, 17), heads=4, kv_heads=2, kwargs={"causal": True, "dropout_p": 0.3}), torch.float32)
+    triton_run = run(jagged_attention, inputs, torch.float32, DEVICE)
+    kw = inputs.kwargs
+    spec = AttentionSpec(kw["q_offsets"], kw["k_offsets"], 40, 40, 0.25, True, False, (-1, -1), None, None, 0.3, kw["seed"])
+    q, k, v, dout = (x.float() for x in (inputs.q, inputs.k, inputs.v, inputs.dout))
+    out, lse = cpu_kernels.forward(q, k, v, spec)
+    grads = cpu_kernels.backward(dout, q, k, v, out, lse, spec)
+    for name, want in zip(("out", "dq", "dk", "dv"), (out, *grads), strict=True):
+        torch.testing.assert_close(triton_run[name].float(), want, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_dropout_bits() -> None:
+    import triton
+    import triton.language as tl
+
+    from gemopt.kernels.triton.dropout import keep_mask, row_keys
+
+    @triton.jit
+    def kernel(seed_ptr, out_ptr, head, threshold, ROWS: tl.constexpr, KEYS: tl.constexpr):
+        a, b = row_keys(seed_ptr, tl.full((), 0, tl.int32) + head, tl.arange(0, ROWS) + 70000)
+        keep = keep_mask(a[:, None], b[:, None], tl.arange(0, KEYS)[None, :], threshold.to(tl.uint32))
+        tl.store(out_ptr + tl.arange(0, ROWS)[:, None] * KEYS + tl.arange(0, KEYS)[None, :], keep.to(tl.int32))
+
+    for seed in (0, 1, -5, 2**62 + 12345, -(2**63)):
+        for p in (0.1, 0.5, 0.9):
+            seed_tensor, limit = torch.tensor([seed], device=DEVICE), host.threshold(p)
+            out = torch.empty(16, 64, dtype=torch.int32, device=DEVICE)
+            kernel[(1,)](seed_tensor, out, 3, limit - 2**32 if limit >= 2**31 else limit, 16, 64)
+            a, b = host.row_keys(seed_tensor.cpu(), 4, torch.arange(70000, 70016))
+            want = host.keep_mask(a[3, :, None], b[3, :, None], torch.arange(64, dtype=torch.int32), p)
+            assert torch.equal(out.cpu().bool(), want)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("kwargs", [{}, {"causal": True}, {"window": (2, 2)}, {"dropout_p": 0.2}], ids=str)
+def test_neighbours_do_not_leak(value: float, kwargs: dict) -> None:
+    inputs = draw(Case((5, 9, 37, 1, 12), spare=2, kwargs=kwargs), torch.float32)
+    clean = run(jagged_attention, inputs, torch.float32, DEVICE)
+    poisoned = [slice(5, 14), slice(51, 52), slice(64, 66)]  # sequences 1 and 3, and the spare rows
+    keep = torch.ones(66, dtype=torch.bool)
+    for rows in poisoned:
+        keep[rows] = False
+        for x in (inputs.q, inputs.k, inputs.v, inputs.dout):
+            x[rows] = value
+    dirty = run(jagged_attention, inputs, torch.float32, DEVICE)
+    for name, want in clean.items():
+        torch.testing.assert_close(dirty[name][keep], want[keep], rtol=0, atol=0, msg=name)
+        assert (dirty[name][64:] == 0).all(), f"{name}: spare rows"
+
+
+def test_longer_than_max_is_still_right() -> None:
+    inputs = draw(Case((5, 100), kwargs={"causal": True}), torch.float32)
+    exact = run(reference.jagged_attention, inputs, torch.float64)
+    eager = run(reference.jagged_attention, inputs, torch.float32)
+    inputs.kwargs.update(max_q=3, max_k=3)
+    assert_close(run(jagged_attention, inputs, torch.float32, DEVICE), eager, exact, torch.float32)
+
+
+def test_runs_are_equal_bit_by_bit() -> None:
+    inputs = draw(Case((70, 5, 33), heads=4, kv_heads=2, kwargs={"causal": True, "dropout_p": 0.1}), DTYPES[-1])
+    first, second = (run(jagged_attention, inputs, DTYPES[-1], DEVICE) for _ in range(2))
+    for name in first:
+        assert torch.equal(first[name], second[name]), name
+
+
+def test_strided_inputs() -> None:
+    inputs = draw(Case((5, 40), d=16), torch.float32)
+    exact = run(reference.jagged_attention, inputs, torch.float64)
+    fused = torch.stack([inputs.q, inputs.k, inputs.v], 1).flatten(1).float().to(DEVICE).requires_grad_()
+    q, k, v = (x.unflatten(1, (2, 16)) for x in fused.chunk(3, 1))
+    v = v.transpose(1, 2).contiguous().transpose(1, 2)
+    kwargs = {n: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for n, x in inputs.kwargs.items()}
+    out = jagged_attention(q, k, v, **kwargs)
+    (grad,) = torch.autograd.grad(out, fused, inputs.dout.float().to(DEVICE))
+    want = torch.stack([exact[n] for n in ("dq", "dk", "dv")], 1).flatten(1)
+    torch.testing.assert_close(out.cpu().double(), exact["out"], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(grad.cpu().double(), want, rtol=1e-4, atol=1e-5)
+
+
+def test_head_dim_too_large() -> None:
+    q = torch.zeros(3, 1, 264, device=DEVICE)
+    offsets = torch.tensor([0, 3], device=DEVICE)
+    with pytest.raises(ValueError, match="at most 256"):
+        jagged_attention(q, q, q, offsets, offsets, 3, 3)

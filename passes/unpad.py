@@ -12,22 +12,23 @@ rows of its predicate, in the order of their positions, so causal order is row o
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from gemopt.graph import cost
-from gemopt.graph import terms as t
 from gemopt.graph.attention import Site
 from gemopt.graph.capture import Captured, regions
 from gemopt.graph.emit import Emitter
 from gemopt.graph.facts import Analysis
+from gemopt.graph.governing import governing_masks
 from gemopt.graph.layout import Layout
 from gemopt.graph.live import Live
 from gemopt.graph.plan import Plan
-from gemopt.graph.slots import op_name, shape_of
 from gemopt.graph.terms import Term
+from gemopt.graph.verify import matched_part, verify_plan, verify_site
+from gemopt.passes.narrate import report_misses, report_plan, report_sites, source_of
 from gemopt.passes.recognise import Miss, recognise
 
 # Packed work costs this much more than the same padded work (gathers, indirect attention): measured in bench/unpad.py.
@@ -38,44 +39,72 @@ def unpad(captured: Captured, recipe: Any, report: Any) -> Plan | None:
     """Plan the packed form of a captured graph; None where there is nothing to gain."""
     graph = captured.gm.graph
     known = Analysis(graph)
-    region = regions(captured.gm)
-    sites, misses = recognise(graph, known)
-    sites, split = _in_one_region(sites, region)
-    _report_misses(report, [*misses, *split])
+    sites, misses = _sites(captured.gm, known)
+    report_misses(report, misses)
     if recipe.empty_rows == "eager":
-        for site in sites:
-            report.reject(
-                site.out.name, "attention", source=source_of(site.out), node=site.out.name,
-                reason='a row without visible keys would give 0, and empty_rows="eager" asks for eager\'s value',
-                hint='use empty_rows="zero"',
-            )  # fmt: skip
+        _refuse_empty_rows(report, sites)
         sites = []
-    outputs = governed_outputs(graph, known, sites, recipe, captured) if recipe.padded_outputs else {}
-    live = Live(graph, known, sites, outputs)
-    layout = Layout(live, sites)
-    _report_sites(report, captured, layout, sites, outputs)
-    if not layout.packed:
+    outputs: dict[fx.Node, Term] = {}
+    if recipe.padded_outputs:
+        outputs = governing_masks(graph, known, sites, recipe.padded_outputs, captured.output_names)
+    draft = _draft(captured.gm, captured.fake_mode, known, sites, outputs)
+    if recipe.verify and draft.plan is not None:
+        bad = _failing_sites(captured, draft, report)
+        if bad:
+            draft = _draft(captured.gm, captured.fake_mode, known, [s for s in sites if s not in bad], outputs)
+    report_sites(report, captured, draft.layout)
+    if draft.plan is None:
         return None
-    emitter = Emitter(captured.gm, layout, region)
-    packed = emitter.run()
-    pairs = [(layout.rows[o].set, layout.key_rows[o].set) for o in layout.sites if o in layout.packed]
-    plan = Plan(
-        packed, captured.gm, emitter.extras, live.assumptions, known.values, captured.fake_mode, _cost_rule(layout), pairs
-    )
-    check_outputs(captured, plan)
-    _report_plan(report, graph, layout, plan, live, captured.is_training_graph)
-    return plan
+    check_outputs(captured, draft.plan)
+    verified = _verified(captured, draft.plan, report) if recipe.verify else None
+    if verified is False:
+        return None
+    report_plan(report, captured, draft.layout, draft.plan, verified)
+    return draft.plan
 
 
-def _in_one_region(sites: Sequence[Site], region: dict[fx.Node, Any]) -> tuple[list[Site], list[Miss]]:
-    """An attention whose parts differ in grad mode or autocast has no single op that means the same."""
-    kept, refused = [], []
+@dataclass
+class Draft:
+    """The layout of a graph and, where it packs anything, the plan."""
+
+    live: Live
+    layout: Layout
+    plan: Plan | None
+
+
+def _sites(gm: fx.GraphModule, known: Analysis) -> tuple[list[Site], list[Miss]]:
+    sites, misses = recognise(gm.graph, known)
+    region = regions(gm)
+    kept = []
     for site in sites:
         if len({region.get(n) for n in (*site.interior, site.out)}) == 1:
             kept.append(site)
-        else:
-            refused.append(Miss(site.out, "the attention spans a change of grad mode or autocast"))
-    return kept, refused
+        else:  # no single op means the same
+            misses.append(Miss(site.out, "the attention spans a change of grad mode or autocast"))
+    return kept, misses
+
+
+def _draft(
+    gm: fx.GraphModule, fake_mode: Any, known: Analysis, sites: Sequence[Site], outputs: dict[fx.Node, Term]
+) -> Draft:
+    live = Live(gm.graph, known, sites, outputs)
+    layout = Layout(live, sites)
+    if not layout.packed:
+        return Draft(live, layout, None)
+    emitter = Emitter(gm, layout, regions(gm))
+    packed = emitter.run()
+    pairs = [(layout.rows[o].set, layout.key_rows[o].set) for o in layout.sites if o in layout.packed]
+    plan = Plan(packed, gm, emitter.extras, live.assumptions, known.values, fake_mode, _cost_rule(layout), pairs)
+    return Draft(live, layout, plan)
+
+
+def _refuse_empty_rows(report: Any, sites: Sequence[Site]) -> None:
+    for site in sites:
+        report.reject(
+            site.out.name, "attention", source=source_of(site.out), node=site.out.name,
+            reason='a row without visible keys would give 0, and empty_rows="eager" asks for eager\'s value',
+            hint='use empty_rows="zero"',
+        )  # fmt: skip
 
 
 def _cost_rule(layout: Layout) -> Callable[[Mapping[str, int], Mapping[str, int]], bool]:
@@ -93,8 +122,11 @@ def _cost_rule(layout: Layout) -> Callable[[Mapping[str, int], Mapping[str, int]
     return pays
 
 
+# ---------------------------------------------------------------- checks
+
+
 def check_outputs(captured: Captured, plan: Plan) -> None:
-    """The packed graph's outputs must be, as fakes, what the captured graph's are: shape, dtype, device, stride."""
+    """The packed graph's outputs must be, as fakes, what the captured graph's are: shape, dtype, device."""
     with captured.fake_mode:
         made = fx.Interpreter(plan.packed).run(*captured.example_inputs, *plan.extra_examples)
     (expected,) = [n for n in captured.gm.graph.nodes if n.op == "output"]
@@ -114,104 +146,35 @@ def _check_like(before: torch.Tensor, after: torch.Tensor) -> None:
         raise AssertionError(f"the packed graph returns {after} instead of {before}")
 
 
-# ---------------------------------------------------------------- outputs
-
-
-def governed_outputs(
-    graph: fx.Graph, known: Analysis, sites: Sequence[Site], recipe: Any, captured: Captured
-) -> dict[fx.Node, Term]:
-    """``padded_outputs``: outputs governed by exactly one mask ask for that mask's rows only."""
-    from gemopt.graph.governing import governing_masks
-
-    return governing_masks(graph, known, sites, recipe.padded_outputs, captured.output_names)
-
-
-# ---------------------------------------------------------------- report
-
-
-def source_of(node: fx.Node) -> str:
-    """``file:line: code`` of the innermost user frame."""
-    trace = node.meta.get("stack_trace")
-    if not trace:
-        return ""
-    lines = [line.strip() for line in trace.strip().splitlines()]
-    frames = [i for i, line in enumerate(lines) if line.startswith("File ")]
-    if not frames:
-        return ""
-    head = lines[frames[-1]].split('"')
-    number = lines[frames[-1]].split("line ")[1].split(",")[0]
-    code = lines[frames[-1] + 1] if frames[-1] + 1 < len(lines) else ""
-    return f"{head[1]}:{number}: {code}"
-
-
-def _report_misses(report: Any, misses: Sequence[Miss]) -> None:
-    for miss in misses:
-        report.reject(
-            miss.node.name, "attention", source=source_of(miss.node), node=miss.node.name, reason=miss.reason, hint=miss.hint
-        )
-
-
-def _report_sites(
-    report: Any, captured: Captured, layout: Layout, sites: Sequence[Site], outputs: dict[fx.Node, Term]
-) -> None:
-    for site in sites:
-        if site.out in layout.packed:
+def _failing_sites(captured: Captured, draft: Draft, report: Any) -> list[Site]:
+    """Sites whose rewrite, alone, does not equal the matched subgraph on generated inputs."""
+    bad = []
+    for out, site in draft.layout.sites.items():
+        if out not in draft.layout.packed or site.dropout:
             continue
-        reason = layout.refused.get(site.out, "packing this attention would not pay")
-        blame = holding_output(captured, layout.live, site) if reason.startswith("every row") else ""
-        hint = ""
-        if blame:
-            reason = f"{reason}: {blame} is returned with its padding"
-            hint = (
-                'compile the step together with its loss, return the masked or pooled value, or pass padded_outputs="zero"'
-            )
-        report.reject(site.out.name, "unpad", source=source_of(site.out), node=site.out.name, reason=reason, hint=hint)
+        part = matched_part(captured, site, draft.live.need(out), draft.live.known)
+        known = Analysis(part.graph)
+        alone = _draft(part, captured.fake_mode, known, _sites(part, known)[0], {})
+        mismatches = verify_site(captured, part, alone.plan)[1] if alone.plan is not None else []
+        if mismatches:
+            bad.append(site)
+            _reject_mismatch(report, site.out, mismatches)
+    return bad
 
 
-def holding_output(captured: Captured, live: Live, site: Site) -> str:
-    """The output through which every row of a site is live, if a chain of full demands leads there."""
-    (output,) = [n for n in captured.gm.graph.nodes if n.op == "output"]
-    flat: list[fx.Node] = []
-    fx.node.map_arg(output.args, lambda n: flat.append(n) or n)
-    names = dict(zip(flat, captured.output_names, strict=False))
-    stack, seen = [site.out], set()
-    while stack:
-        node = stack.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        for reader, rows in live.readers.get(node, ()):
-            if rows == t.TRUE:
-                if reader is output:
-                    return names.get(node, node.name)
-                stack.append(reader)
-    return ""
+def _verified(captured: Captured, plan: Plan, report: Any) -> bool | None:
+    """Whether the whole packed graph equals the captured one; None where nothing could be compared."""
+    compared, mismatches = verify_plan(captured, plan)
+    if mismatches:
+        (output,) = [n for n in captured.gm.graph.nodes if n.op == "output"]
+        _reject_mismatch(report, output, mismatches)
+        return False
+    return True if compared else None
 
 
-def _report_plan(report: Any, graph: fx.Graph, layout: Layout, plan: Plan, live: Live, training: bool) -> None:
-    report.set_cost(**cost.totals(graph, layout, training), symbols=cost.meanings(layout))
-    for s in plan.sets:
-        report.row_set(s.name, str(s))
-    assumptions = tuple(b.reason.removeprefix("assumption failed: ") for b in plan.bits)
-    for site in (s for o, s in layout.sites.items() if o in layout.packed):
-        notes = [*assumptions, "rows without a visible key give 0 and no gradient"]
-        if site.fill > -float("inf"):
-            notes.append(f"scores stay above {site.fill:g} + 104, so that masked keys get no weight")
-        report.rewrite(
-            site=site.out.name, rule="unpad attention", kernel="jagged_attention", source=source_of(site.out),
-            before=f"{site.spelling} on {list(map(str, shape_of(site.out)))}",
-            after=f"jagged_attention: queries where {layout.rows[site.out].set}, keys where {layout.key_rows[site.out].set}",
-            assumptions=tuple(notes), exactness="rounding" if not site.dropout else "distribution",
-            reason="the other rows reach no output",
-        )  # fmt: skip
-    kinds: dict[str, int] = {}
-    for node in layout.packed:
-        if node not in layout.sites and live.known.info(node).kind not in ("view", "expand"):
-            kinds[op_name(node)] = kinds.get(op_name(node), 0) + 1
-    if kinds:
-        text = ", ".join(f"{n} {k.removeprefix('aten.')}" for k, n in sorted(kinds.items()))
-        report.rewrite(
-            site="region", rule="unpad region", kernel=None, source="", before=f"{text} on padded rows",
-            after=f"the same on {', '.join(s.name for s in plan.sets)}", assumptions=assumptions, exactness="bitwise per row",
-            reason="the other rows reach no output",
-        )  # fmt: skip
+def _reject_mismatch(report: Any, node: fx.Node, mismatches: Sequence[Any]) -> None:
+    report.reject(
+        node.name, "verify", source=source_of(node), node=node.name,
+        reason=f"the rewrite differs from the original on generated inputs: {mismatches[0]}",
+        hint="please report this as a bug of gemopt; the original runs instead",
+    )  # fmt: skip

@@ -256,15 +256,39 @@ def stack(node: fx.Node, ctx: Context) -> Info:
 
 
 def repeat(node: fx.Node, ctx: Context) -> Info:
-    """Only repeats of dims of size 1, which broadcast."""
+    """Tiling: a repeated dim gets the repeat count as a leading factor."""
     x = node.args[0]
     assert isinstance(x, fx.Node)
-    info, shape = ctx.info(x), shape_of(node)
+    info, shape, old = ctx.info(x), shape_of(node), shape_of(x)
     lead = len(shape) - len(info.dims)
-    for d, dim in enumerate(info.dims):
-        if dim and shape[lead + d] != shape_of(x)[d]:
-            raise NotUnderstood("repeat of a dim larger than 1")
-    return expand(node, ctx)
+    return _repeated(x, info, [fresh([s])[0] for s in shape[:lead]], [shape[lead + d] / s for d, s in enumerate(old)])
+
+
+def repeat_interleave(node: fx.Node, ctx: Context) -> Info:
+    """Each element ``repeats`` times along ``dim``: the count is a trailing factor of that dim."""
+    x, repeats, dim = node.args[0], node.args[1], argument(node, "dim")
+    assert isinstance(x, fx.Node)
+    if not isinstance(repeats, int) or dim is None:
+        raise NotUnderstood("repeat_interleave by a tensor or over all dims")
+    info = ctx.info(x)
+    counts = [sympy.Integer(repeats if d == dim % len(info.dims) else 1) for d in range(len(info.dims))]
+    return _repeated(x, info, [], counts, trailing=True)
+
+
+def _repeated(
+    x: fx.Node, info: Info, lead: list[tuple[sympy.Expr, ...]], counts: Sequence[sympy.Expr], trailing: bool = False
+) -> Info:
+    dims = list(lead)
+    exprs: list[Term | None] = []
+    at = sum(map(len, lead))
+    for dim, count in zip(info.dims, counts, strict=True):
+        count = sympy.simplify(count)
+        extra = fresh([count])[0]
+        first = at if trailing else at + len(extra)
+        exprs += [t.slot(first + k) for k in range(len(dim))]
+        dims.append((*dim, *extra) if trailing else (*extra, *dim))
+        at += len(dim) + len(extra)
+    return Info(tuple(dims), (Access(x, tuple(exprs)),), "repeat")
 
 
 # ---------------------------------------------------------------- lookups
@@ -587,7 +611,8 @@ def _table() -> dict[str, Handler]:
         ("slice narrow", slice_),
         ("cat concat concatenate", cat),
         ("stack", stack),
-        ("repeat", repeat),
+        ("repeat tile", repeat),
+        ("repeat_interleave", repeat_interleave),
         ("embedding", embedding),
         ("gather", gather),
         ("index_select", index_select),

@@ -66,7 +66,7 @@ class Emitter:
             else:
                 absorbed = absorb(self, node)
                 self.env[node] = absorbed if absorbed is not None else self._copy(node)
-        _placeholders_first(self.graph)
+        placeholders_first(self.graph)
         self.graph.eliminate_dead_code(_must_stay)
         self.graph.lint()
         return fx.GraphModule(self.gm, self.graph, "Packed")
@@ -501,7 +501,7 @@ def _must_stay(node: fx.Node) -> bool:
     return node.op == "call_function" and not module.startswith(("gemopt", "_operator", "operator", "math"))
 
 
-def _placeholders_first(graph: fx.Graph) -> None:
+def placeholders_first(graph: fx.Graph) -> None:
     first = next(n for n in graph.nodes if n.op != "placeholder")
     late = False
     for node in list(graph.nodes):

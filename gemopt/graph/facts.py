@@ -74,7 +74,7 @@ def _fact(node: fx.Node, known: Analysis) -> Fact | None:
     if rule is not None:
         return rule(node, known)
     info = known.info(node)
-    if info.kind in ("view", "expand", "select", "slice", "gather") and info.accesses:
+    if info.kind in ("view", "expand", "repeat", "select", "slice", "gather") and info.accesses:
         return _renamed(info.accesses[0], known)
     if info.kind == "pointwise" and len(info.accesses) == 1:
         return _mapped(node, known)

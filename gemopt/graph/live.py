@@ -98,7 +98,7 @@ class Live:
             rows = self._loss_rows(node, access)
             if rows is not None:
                 return rows
-        return backward(need, access, sizes)
+        return backward(need, access, sizes, self.known.info(access.operand).sizes)
 
     def _loss_rows(self, node: fx.Node, access: Access) -> Term | None:
         """Over the operand's slots: the rows of a reduced token loss that are not ignored."""

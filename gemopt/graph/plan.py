@@ -29,15 +29,15 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Bit:
-    """A condition that must hold for every index of ``sizes``; `reason` is what the report says when it does not."""
+    """A condition that must hold for every index of ``sizes``; ``text`` is how the report words it."""
 
     predicate: Term
     sizes: tuple[sympy.Expr, ...]
-    reason: str
+    text: str
 
 
 def subset_bit(subset: Subset) -> Bit:
-    return Bit(t.or_(t.not_(subset.small), subset.big), subset.sizes, f"assumption failed: {subset}")
+    return Bit(t.or_(t.not_(subset.small), subset.big), subset.sizes, str(subset))
 
 
 def range_bits(extras: Sequence[Extra]) -> list[Bit]:
@@ -48,7 +48,7 @@ def range_bits(extras: Sequence[Extra]) -> list[Bit]:
             for position, size in zip(e.positions, e.set.sizes, strict=True):
                 inside = t.and_(t.le(t.const(0), position), t.lt(position, t.size(size)))
                 if position.op != "slot" and inside != t.TRUE:
-                    bits.append(Bit(inside, e.sizes, "an index lies outside the padded tensor"))
+                    bits.append(Bit(inside, e.sizes, "every gathered position lies inside the padded tensor"))
     return bits
 
 
@@ -185,23 +185,34 @@ class Plan:
 
     def admit(self, stats: Sequence[int], tensors: Sequence[Tensor]) -> tuple[Tensor, ...] | None:
         """The extra inputs of the packed graph, or None where it must not or need not run."""
-        first, last = len(self.bits), len(self.bits) + len(self.sets)
-        bits, counts = stats[:first], stats[first:last]
-        self.last_counts = {s.name: c for s, c in zip(self.sets, counts, strict=True)}
-        self.last_counts |= {pairs_name(q, k): n for (q, k), n in zip(self._pairs, stats[last:], strict=True)}
-        for held, bit in zip(bits, self.bits, strict=True):
-            if not held:
-                self.last_reason = bit.reason
-                return None
-        by_set = dict(zip(self.sets, counts, strict=True))
-        if any(e.kind == "gather" and not by_set[e.set] for e in self.extras):
-            self.last_reason = "every sequence is empty"
+        sound, counts = self._read(stats)
+        if not sound:
             return None
         totals = {s.name: tensors[self._slots["mask", s]].numel() for s in self.sets}
         if not self._pays(self.last_counts, totals):
             self.last_reason = "packing does not pay at this fill"
             return None
-        return self._fill(by_set, tensors)
+        return self._fill(counts, tensors)
+
+    def fill_if_sound(self, stats: Sequence[int], tensors: Sequence[Tensor]) -> tuple[Tensor, ...] | None:
+        """As `admit`, without asking whether it pays."""
+        sound, counts = self._read(stats)
+        return self._fill(counts, tensors) if sound else None
+
+    def _read(self, stats: Sequence[int]) -> tuple[bool, dict[RowSet, int]]:
+        """Check the bits and split off the counts; `last_reason` says what failed."""
+        first, last = len(self.bits), len(self.bits) + len(self.sets)
+        by_set = dict(zip(self.sets, stats[first:last], strict=True))
+        self.last_counts = {s.name: c for s, c in by_set.items()}
+        self.last_counts |= {pairs_name(q, k): n for (q, k), n in zip(self._pairs, stats[last:], strict=True)}
+        for held, bit in zip(stats[:first], self.bits, strict=True):
+            if not held:
+                self.last_reason = f"assumption failed: {bit.text}"
+                return False, by_set
+        if any(e.kind == "gather" and not by_set[e.set] for e in self.extras):
+            self.last_reason = "every sequence is empty"
+            return False, by_set
+        return True, by_set
 
     def _fill(self, counts: dict[RowSet, int], tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         index: dict[RowSet, Tensor] = {}

@@ -55,6 +55,8 @@ class Sizes:
             for part in parts[1:]:
                 result = self._call(op, result, part)
             return result
+        if expr.is_Pow and expr.exp.is_Integer and expr.exp > 1:
+            return self._call(operator.mul, self[expr.base], self[expr.base ** (expr.exp - 1)])
         raise KeyError(f"no input has size {expr}")
 
     def _call(self, target: Any, *args: Any) -> fx.Node:

@@ -123,7 +123,9 @@ def forward(term: Term, access: Access) -> Term | None:
     return t.substitute(term, replace)
 
 
-def backward(p: Term, access: Access, out_sizes: Sequence[sympy.Expr]) -> Term:
+def backward(
+    p: Term, access: Access, out_sizes: Sequence[sympy.Expr], in_sizes: Sequence[sympy.Expr] | None = None
+) -> Term:
     """The operand elements that the result elements in ``p`` can read, as a predicate over the operand's slots."""
     if p == t.FALSE:
         return p
@@ -137,9 +139,11 @@ def backward(p: Term, access: Access, out_sizes: Sequence[sympy.Expr]) -> Term:
         if shift is not None and shift[0] not in inverse:
             j, c = shift
             inverse[j] = t.sub(t.slot(i), t.const(c))
-            if c:
-                inside = t.lt(inverse[j], t.size(out_sizes[j]))
-                guards += [t.le(t.const(0), inverse[j]), inside]
+            if c > 0:
+                guards.append(t.le(t.const(0), inverse[j]))
+            room = None if in_sizes is None else out_sizes[j] - (in_sizes[i] - c)
+            if c and (room is None or not room.is_nonnegative):
+                guards.append(t.lt(inverse[j], t.size(out_sizes[j])))
         else:
             pending.append((i, expr))
     known = frozenset(inverse)

@@ -52,7 +52,7 @@ class Values:
         if handler is not None:
             return handler(self, node)
         info = self._info(node)
-        if info.kind in ("view", "expand", "select", "slice", "gather") and info.accesses:
+        if info.kind in ("view", "expand", "repeat", "select", "slice", "gather") and info.accesses:
             return self.through(info.accesses[0])
         return None
 

@@ -1,0 +1,105 @@
+"""What the unpad pass tells the report: every site as a rewrite or a rejection, with source line, reason and hint."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import fx
+
+from gemopt.graph import cost
+from gemopt.graph import terms as t
+from gemopt.graph.capture import Captured
+from gemopt.graph.layout import Layout
+from gemopt.graph.live import Live
+from gemopt.graph.plan import Plan
+from gemopt.graph.slots import op_name, shape_of
+from gemopt.passes.recognise import Miss
+
+
+def source_of(node: fx.Node) -> str:
+    """``file:line: code`` of the innermost user frame."""
+    trace = node.meta.get("stack_trace")
+    if not trace:
+        return ""
+    lines = [line.strip() for line in trace.strip().splitlines()]
+    frames = [i for i, line in enumerate(lines) if line.startswith("File ")]
+    if not frames:
+        return ""
+    head = lines[frames[-1]].split('"')
+    number = lines[frames[-1]].split("line ")[1].split(",")[0]
+    code = lines[frames[-1] + 1] if frames[-1] + 1 < len(lines) else ""
+    return f"{head[1]}:{number}: {code}"
+
+
+def report_misses(report: Any, misses: Sequence[Miss]) -> None:
+    for miss in misses:
+        report.reject(
+            miss.node.name, "attention", source=source_of(miss.node), node=miss.node.name, reason=miss.reason, hint=miss.hint
+        )
+
+
+def report_sites(report: Any, captured: Captured, layout: Layout) -> None:
+    """Sites that are recognised but stay as they are."""
+    for site in layout.sites.values():
+        if site.out in layout.packed:
+            continue
+        reason = layout.refused.get(site.out, "packing this attention would not pay")
+        blame = holding_output(captured, layout.live, site) if reason.startswith("every row") else ""
+        hint = ""
+        if blame:
+            reason = f"{reason}: {blame} is returned with its padding"
+            hint = (
+                'compile the step together with its loss, return the masked or pooled value, or pass padded_outputs="zero"'
+            )
+        report.reject(site.out.name, "unpad", source=source_of(site.out), node=site.out.name, reason=reason, hint=hint)
+
+
+def holding_output(captured: Captured, live: Live, site: Site) -> str:
+    """The output through which every row of a site is live, if a chain of full demands leads there."""
+    (output,) = [n for n in captured.gm.graph.nodes if n.op == "output"]
+    flat: list[fx.Node] = []
+    fx.node.map_arg(output.args, lambda n: flat.append(n) or n)
+    names = dict(zip(flat, captured.output_names, strict=False))
+    stack, seen = [site.out], set()
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        for reader, rows in live.readers.get(node, ()):
+            if rows == t.TRUE:
+                if reader is output:
+                    return names.get(node, node.name)
+                stack.append(reader)
+    return ""
+
+
+def report_plan(report: Any, captured: Captured, layout: Layout, plan: Plan, verified: bool | None) -> None:
+    """Costs, row sets and one rewrite for every attention and for the region around them."""
+    report.set_cost(**cost.totals(captured.gm.graph, layout, captured.is_training_graph), symbols=cost.meanings(layout))
+    for s in plan.sets:
+        report.row_set(s.name, str(s))
+    assumptions = tuple(b.text for b in plan.bits)
+    for site in (s for o, s in layout.sites.items() if o in layout.packed):
+        notes = [*assumptions, "rows without a visible key give 0 and no gradient"]
+        if site.fill > -float("inf"):
+            notes.append(f"scores stay above {site.fill:g} + 104, so that masked keys get no weight")
+        report.rewrite(
+            site=site.out.name, rule="unpad attention", kernel="jagged_attention", source=source_of(site.out),
+            before=f"{site.spelling} on {list(map(str, shape_of(site.out)))}",
+            after=f"jagged_attention: queries where {layout.rows[site.out].set}, keys where {layout.key_rows[site.out].set}",
+            assumptions=tuple(notes), exactness="rounding" if not site.dropout else "distribution",
+            reason="the other rows reach no output", verified=verified,
+        )  # fmt: skip
+    kinds: dict[str, int] = {}
+    for node in layout.packed:
+        if node not in layout.sites and layout.known.info(node).kind not in ("view", "expand"):
+            kinds[op_name(node)] = kinds.get(op_name(node), 0) + 1
+    if kinds:
+        text = ", ".join(f"{n} {k.removeprefix('aten.')}" for k, n in sorted(kinds.items()))
+        report.rewrite(
+            site="region", rule="unpad region", kernel=None, source="", before=f"{text} on padded rows",
+            after=f"the same on {', '.join(s.name for s in plan.sets)}", assumptions=assumptions, exactness="bitwise per row",
+            reason="the other rows reach no output", verified=verified,
+        )  # fmt: skip

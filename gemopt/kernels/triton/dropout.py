@@ -12,16 +12,17 @@ SALT_B = tl.constexpr(host.SALT_B)
 
 
 @triton.jit
-def _const(value: tl.constexpr):
-    # A bare literal above 2^31 would be a 64-bit number and widen everything it meets.
-    return tl.full((), value, tl.uint32)
-
-
-@triton.jit
-def _mix(x):
-    x = (x ^ (x >> 16)) * _const(M1)
-    x = (x ^ (x >> 15)) * _const(M2)
-    return x ^ (x >> 16)
+def _chain(salt: tl.constexpr, low, high, by_head, rows):
+    """Hash the words of the counter one after the other, starting from `salt`."""
+    words = (low, high, by_head, rows)
+    # A bare literal above 2^31 would be a 64-bit number and widen everything it meets, hence tl.full.
+    h = tl.full((), salt, tl.uint32)
+    for i in tl.static_range(4):
+        h = h ^ words[i]
+        h = (h ^ (h >> 16)) * tl.full((), M1, tl.uint32)
+        h = (h ^ (h >> 15)) * tl.full((), M2, tl.uint32)
+        h = h ^ (h >> 16)
+    return h
 
 
 @triton.jit
@@ -30,19 +31,17 @@ def row_keys(seed_ptr, head, q_rows):
     seed = tl.load(seed_ptr)
     low = seed.to(tl.uint32)
     high = (seed >> 32).to(tl.uint32)
-    by_head = head.to(tl.uint32) * _const(GOLDEN)
+    by_head = head.to(tl.uint32) * tl.full((), GOLDEN, tl.uint32)
     rows = q_rows.to(tl.uint32)
-    a = _mix(_mix(_mix(_mix(low ^ _const(SALT_A)) ^ high) ^ by_head) ^ rows)
-    b = _mix(_mix(_mix(_mix(low ^ _const(SALT_B)) ^ high) ^ by_head) ^ rows)
-    return a, b
+    return _chain(SALT_A, low, high, by_head, rows), _chain(SALT_B, low, high, by_head, rows)
 
 
 @triton.jit
 def keep_mask(a, b, k_rows, threshold):
     """Whether each element survives; `a`, `b` and `k_rows` broadcast against each other, `threshold` is uint32."""
-    x = a ^ (k_rows.to(tl.uint32) * _const(GOLDEN))
-    x = (x ^ (x >> 16)) * _const(M1)
+    x = a ^ (k_rows.to(tl.uint32) * tl.full((), GOLDEN, tl.uint32))
+    x = (x ^ (x >> 16)) * tl.full((), M1, tl.uint32)
     x = x ^ b
-    x = (x ^ (x >> 15)) * _const(M2)
+    x = (x ^ (x >> 15)) * tl.full((), M2, tl.uint32)
     x = x ^ (x >> 16)
     return x >= threshold

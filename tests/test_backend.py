@@ -1,4 +1,4 @@
-"""The backend and its host, with a plan made by hand: take the rows that ``mask`` keeps, run the layers, put back."""
+"""The backend and its host, with a plan made by hand: the rows ``mask`` keeps, the layers, put back."""
 
 from __future__ import annotations
 
@@ -136,7 +136,19 @@ SHAPES = ((4, 4), (3, 5), (7, 2), (2, 9), (1, 4), (4, 1), (0, 4), (5, 5))
 FILLS = (0.0, 0.5, 1.0)
 
 
-@pytest.mark.parametrize("inner", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.slow
+def test_inductor_trains_like_eager() -> None:
+    planner, model = Planner(), Layers()
+    compiled = gemopt.compile(model, recipe=Recipe(pipeline=planner, inner="inductor", strict=True))
+    for run_padded in (False, True, False):
+        planner.run_padded(run_padded)
+        for b, l in SHAPES[:4]:
+            for fill in FILLS:
+                check(compiled, model, b, l, fill)
+    assert len(planner.plans) == len(compiled.report) == 1
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
 def test_packed_and_padded_train_like_eager(inner: str) -> None:
     planner, model = Planner(), Layers()
     compiled = gemopt.compile(model, recipe=Recipe(pipeline=planner, inner=inner, strict=True))

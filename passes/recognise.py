@@ -100,7 +100,7 @@ def _from_softmax(softmax: fx.Node, known: Analysis) -> Site | None:
             raise NoMatch(scores.at, f"scores come from {op_name(scores.at) or scores.at.op}, which is not understood")
     q, k, query = _queries_and_keys(scores, known, slots[0])
     out, v, v_exprs, out_slots, dropout, after = weighted
-    _check_escapes((softmax, *scores.interior, scores.at, *after), out)
+    _check_escapes((softmax, *scores.interior, scores.at, *after), out, known)
     return Site(
         out=out, q=q.operand, k=k.operand, v=v,
         q_exprs=q.exprs, k_exprs=k.exprs, v_exprs=v_exprs, out_slots=out_slots,
@@ -385,11 +385,11 @@ def _values(
     return out, v.operand, tuple(exprs), out_slots, dropout, passed
 
 
-def _check_escapes(interior: tuple[fx.Node, ...], out: fx.Node) -> None:
+def _check_escapes(interior: tuple[fx.Node, ...], out: fx.Node, known: Analysis) -> None:
     inside = {*interior, out}
     for node in interior:
         for user in node.users:
-            if user not in inside:
+            if user not in inside and not (user in known.infos and known.info(user).kind == "like"):
                 raise NoMatch(
                     user, f"an intermediate of the attention ({node.name}) is used elsewhere",
                     "do not return or reuse scores or weights",

@@ -72,7 +72,7 @@ _UNTAGGED_POINTWISE = frozenset(
     for n in (
         "dropout feature_alpha_dropout to _to_copy type_as contiguous clone detach alias lift_fresh_copy masked_fill where "
         "relu6 selu celu softplus mish rsub nan_to_num square clip bernoulli __and__ __or__ __xor__ "
-        "log_sigmoid zeros_like ones_like full_like empty_like rand_like randn_like"
+        "log_sigmoid rand_like randn_like"
     ).split()
 )
 
@@ -289,6 +289,13 @@ def _repeated(
         dims.append((*dim, *extra) if trailing else (*extra, *dim))
         at += len(dim) + len(extra)
     return Info(tuple(dims), (Access(x, tuple(exprs)),), "repeat")
+
+
+def like(node: fx.Node, ctx: Context) -> Info:
+    """zeros_like and its kin take a shape and read no element."""
+    x = node.args[0]
+    assert isinstance(x, fx.Node)
+    return Info(ctx.info(x).dims, (), "like")
 
 
 # ---------------------------------------------------------------- lookups
@@ -611,6 +618,7 @@ def _table() -> dict[str, Handler]:
         ("slice narrow", slice_),
         ("cat concat concatenate", cat),
         ("stack", stack),
+        ("zeros_like ones_like full_like", like),
         ("repeat tile", repeat),
         ("repeat_interleave", repeat_interleave),
         ("embedding", embedding),

@@ -25,7 +25,7 @@ import torch.fx.traceback as fx_traceback
 from torch._guards import TracingContext
 from torch._higher_order_ops import wrap
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.amp.autocast_mode import _enter_autocast, _exit_autocast, _UnmanagedAutocast
+from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.experimental.symbolic_shapes import PropagateUnbackedSymInts
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
@@ -234,7 +234,7 @@ class _Retrace(PropagateUnbackedSymInts):
         if target is _enter_autocast:
             # Calling it under make_fx only writes the node. Entering the context also writes it, and puts
             # autocast in force, so that the metas of the operators inside show the dtypes they will have.
-            mode = _UnmanagedAutocast(*args)
+            mode = torch.autocast(*args)
             mode.__enter__()
             torch.set_autocast_cache_enabled(False)  # the cache would keep casts of fake weights
             return mode

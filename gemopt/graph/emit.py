@@ -14,6 +14,7 @@ Readers that do not run packed get an `unpack` whose fill is the tensor's fact (
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,7 +26,7 @@ from gemopt import ops
 from gemopt.graph import terms as t
 from gemopt.graph.attention import Site
 from gemopt.graph.extras import Extras
-from gemopt.graph.layout import Layout
+from gemopt.graph.layout import Layout, reads_all
 from gemopt.graph.prologue import Sizes, copy_inputs
 from gemopt.graph.rowsets import Rows, RowSet
 from gemopt.graph.slots import Access, Info, argument, is_tensor, op_name, shape_of
@@ -78,6 +79,8 @@ class Emitter:
         return node
 
     def _copy(self, node: fx.Node) -> fx.Node:
+        if is_tensor(node) and self.known.info(node).kind == "like":
+            return self._filled(node, [self.sizes[e] for e in shape_of(node)])
         fx.node.map_arg((node.args, node.kwargs), self.padded)
         return self.graph.node_copy(node, self.padded)
 
@@ -163,8 +166,19 @@ class Emitter:
             return self.axis_of(x, slot, present[0], rows.set), kept_dims(info, [slot]), True
         return self.padded(x), list(range(len(info.dims))), False
 
+    def _filled(self, node: fx.Node, shape: list[Any]) -> fx.Node:
+        """A constant tensor of ``node``'s dtype (zeros_like, ones_like, full_like) in another shape."""
+        value = node.meta["val"]
+        number = {"aten.zeros_like": 0, "aten.ones_like": 1}.get(op_name(node), argument(node, "fill_value"))
+        return self.call(aten.full.default, shape, number, dtype=value.dtype, device=value.device)
+
     def aligned(self, access: Access, node: fx.Node, rows: Rows) -> fx.Node:
         """An operand of a broadcasting op, reshaped so that it lines up with the packed result."""
+        operand = self.known.info(access.operand)
+        if operand.kind == "like" and reads_all(access, rows.slots):
+            count = self.call(aten.sym_size.int, self.extras.index(rows.set), 0)
+            own = tuple(plain_slots(access)[s] for s in rows.slots)
+            return self._filled(access.operand, [count, *self._kept_sizes(operand, own)])
         tensor, kept, has_rows = self.fetch(access, rows)
         x_info, info = self.known.info(access.operand), self.known.info(node)
         shift = len(info.dims) - len(x_info.dims)
@@ -245,6 +259,8 @@ class Emitter:
         shown = self._shows_through(node, info, rows)
         if shown is not None:
             return self.aligned(shown, node, rows)
+        if op_name(node) == "aten.dropout":
+            return self._dropout(node, rows)
         accesses = iter(info.accesses)
 
         def operand(n: fx.Node) -> fx.Node:
@@ -253,6 +269,14 @@ class Emitter:
         args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), operand)
         kwargs = {k: v for k, v in kwargs.items() if k != "memory_format"}
         return self.call(node.target, *args, **kwargs)
+
+    def _dropout(self, node: fx.Node, rows: Rows) -> fx.Node:
+        """aten.dropout asks whether its input is empty, which a packed size cannot answer at compile time."""
+        x = self.aligned(self.known.operands(node)[0], node, rows)
+        p, training = node.args[1], node.args[2]
+        if not training or p == 0:
+            return x
+        return self.call(operator.getitem, self.call(aten.native_dropout.default, x, p, True), 0)
 
     def _shows_through(self, node: fx.Node, info: Info, rows: Rows) -> Access | None:
         """The operand a masking op returns unchanged on these rows (``x * mask`` where the mask holds)."""
@@ -349,12 +373,8 @@ class Emitter:
 
     def _packed_cat(self, node: fx.Node, info: Info, rows: Rows) -> fx.Node:
         dim = argument(node, "dim") % len(info.dims)
-        parts = [self._filled(a, node, info, rows, dim) for a in info.accesses]
+        parts = [self.fetch(a, rows)[0] for a in info.accesses]  # cat does not broadcast: a part must have its rows
         return self.call(node.target, parts, 1 + kept_dims(info, rows.slots).index(dim))
-
-    def _filled(self, access: Access, node: fx.Node, info: Info, rows: Rows, dim: int) -> fx.Node:
-        """cat does not broadcast: a part must have its rows."""
-        return self.fetch(access, rows)[0]
 
     def _packed_stack(self, node: fx.Node, info: Info, rows: Rows) -> fx.Node:
         dim = argument(node, "dim") % len(info.dims)

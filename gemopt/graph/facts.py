@@ -155,6 +155,8 @@ def _mul(node: fx.Node, known: Analysis) -> Fact | None:
         fact = _renamed(access, known)
         if fact is not None and fact.value == 0:
             zeros.append(fact.where)
+        elif fact is not None and not math.isfinite(fact.value):
+            return None  # inf * 0 is NaN
     if zeros:
         where = t.or_(*zeros)
         return None if where == t.FALSE else Fact(0.0, where)

@@ -11,6 +11,9 @@ at an operand in some rows alone:
     attention               keys and values where the key mask holds; queries where the output is wanted
     cross entropy, reduced  rows whose target is not ignored
 
+Index-like tensors (integers, booleans, float masks whose value is known) are always live as a whole: they are small, and a
+fact must hold of the padded tensor too, whose masking op reads its mask in the very rows that the fact declares constant.
+
 Demands join by ``or``. A demand for single positions (``pos == length - 1``) that meets a mask is *assumed* to lie inside
 it; the assumption is recorded, becomes a bit of the prologue, and where it fails the padded graph runs.
 """
@@ -71,6 +74,8 @@ class Live:
         if node.op == "output":
             for x in node.all_input_nodes:
                 self._ask(x, outputs.get(x, t.TRUE), node)
+        elif is_tensor(node) and self.known.info(node).kind == "like":
+            return
         elif not is_tensor(node):
             # Mode switches, sizes and multi-result ops: whatever tensor they read is live as a whole. Sizes read none.
             if not op_name(node).startswith("aten.sym_"):
@@ -153,6 +158,8 @@ class Live:
     def _ask(self, node: fx.Node, rows: Term, reader: fx.Node) -> None:
         if rows == t.FALSE or not is_tensor(node):
             return
+        if not node.meta["val"].dtype.is_floating_point or self.known.value(node) is not None:
+            rows = t.TRUE
         self.readers[node].append((reader, rows))
         self._demand[node] = self._join(node, self.demand(node), rows)
 

@@ -138,7 +138,11 @@ class TermWriter:
             node = self.call(aten.squeeze.dims, node, [d for d in range(value.ndim) if d not in present])
         if value.dtype in (torch.int32,):
             node = self.call(aten._to_copy.default, node, dtype=torch.int64)
-        if all(i.op == "slot" for i in indices) and len(set(indices)) == len(indices):
+        extents = [expr_of(value.shape[d]) for d in present]
+        plain = len(set(indices)) == len(indices) and all(
+            i.op == "slot" and axes[i.args[0]] == extent for i, extent in zip(indices, extents, strict=True)
+        )
+        if plain:
             return self._place(node, [i.args[0] for i in indices], len(axes))
         if not indices:
             return node

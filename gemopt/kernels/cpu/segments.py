@@ -13,7 +13,7 @@ def segment_sum_cpu(values: Tensor, offsets: Tensor) -> Tensor:
     if rows == 0 or values.numel() == 0:
         return values.new_zeros(out_shape)
     flat = values.reshape(values.shape[0], -1).contiguous()
-    index = torch.arange(values.shape[0], dtype=torch.int64)
+    index = torch.arange(values.shape[0], dtype=torch.int64, device=values.device)
     bags = torch.ops.aten._embedding_bag_forward_only(
         flat, index, offsets.to(torch.int64), False, 0, False, None, True)[0]
     return bags.reshape(out_shape)

@@ -39,7 +39,7 @@ def unpad(captured: Captured, recipe: Any, report: Any) -> Plan | None:
     """Plan the packed form of a captured graph; None where there is nothing to gain."""
     graph = captured.gm.graph
     known = Analysis(graph)
-    sites, misses = _sites(captured.gm, known)
+    sites, misses = find_sites(captured.gm, known)
     report_misses(report, misses)
     if recipe.empty_rows == "eager":
         _refuse_empty_rows(report, sites)
@@ -47,20 +47,20 @@ def unpad(captured: Captured, recipe: Any, report: Any) -> Plan | None:
     outputs: dict[fx.Node, Term] = {}
     if recipe.padded_outputs:
         outputs = governing_masks(graph, known, sites, recipe.padded_outputs, captured.output_names)
-    draft = _draft(captured.gm, captured.fake_mode, known, sites, outputs)
-    if recipe.verify and draft.plan is not None:
-        bad = _failing_sites(captured, draft, report)
+    made = draft(captured.gm, captured.fake_mode, known, sites, outputs)
+    if recipe.verify and made.plan is not None:
+        bad = _failing_sites(captured, made, report)
         if bad:
-            draft = _draft(captured.gm, captured.fake_mode, known, [s for s in sites if s not in bad], outputs)
-    report_sites(report, captured, draft.layout)
-    if draft.plan is None:
+            made = draft(captured.gm, captured.fake_mode, known, [s for s in sites if s not in bad], outputs)
+    report_sites(report, captured, made.layout)
+    if made.plan is None:
         return None
-    check_outputs(captured, draft.plan)
-    verified = _verified(captured, draft.plan, report) if recipe.verify else None
+    check_outputs(captured, made.plan)
+    verified = _verified(captured, made.plan, report) if recipe.verify else None
     if verified is False:
         return None
-    report_plan(report, captured, draft.layout, draft.plan, verified)
-    return draft.plan
+    report_plan(report, captured, made.layout, made.plan, verified)
+    return made.plan
 
 
 @dataclass
@@ -72,7 +72,7 @@ class Draft:
     plan: Plan | None
 
 
-def _sites(gm: fx.GraphModule, known: Analysis) -> tuple[list[Site], list[Miss]]:
+def find_sites(gm: fx.GraphModule, known: Analysis) -> tuple[list[Site], list[Miss]]:
     sites, misses = recognise(gm.graph, known)
     region = regions(gm)
     kept = []
@@ -84,11 +84,13 @@ def _sites(gm: fx.GraphModule, known: Analysis) -> tuple[list[Site], list[Miss]]
     return kept, misses
 
 
-def _draft(
-    gm: fx.GraphModule, fake_mode: Any, known: Analysis, sites: Sequence[Site], outputs: dict[fx.Node, Term]
-) -> Draft:
+def draft(
+    gm: fx.GraphModule, fake_mode: Any, known: Analysis, sites: Sequence[Site], outputs: dict[fx.Node, Term],
+    choose: Callable[[Layout], set[fx.Node]] | None = None,
+) -> Draft:  # fmt: skip
+    """Analyse, lay out and write one graph. ``choose`` overrides the cut."""
     live = Live(gm.graph, known, sites, outputs)
-    layout = Layout(live, sites)
+    layout = Layout(live, sites, choose)
     if not layout.packed:
         return Draft(live, layout, None)
     emitter = Emitter(gm, layout, regions(gm))
@@ -146,15 +148,15 @@ def _check_like(before: torch.Tensor, after: torch.Tensor) -> None:
         raise AssertionError(f"the packed graph returns {after} instead of {before}")
 
 
-def _failing_sites(captured: Captured, draft: Draft, report: Any) -> list[Site]:
+def _failing_sites(captured: Captured, made: Draft, report: Any) -> list[Site]:
     """Sites whose rewrite, alone, does not equal the matched subgraph on generated inputs."""
     bad = []
-    for out, site in draft.layout.sites.items():
-        if out not in draft.layout.packed or site.dropout:
+    for out, site in made.layout.sites.items():
+        if out not in made.layout.packed or site.dropout:
             continue
-        part = matched_part(captured, site, draft.live.need(out), draft.live.known)
+        part = matched_part(captured, site, made.live.need(out), made.live.known)
         known = Analysis(part.graph)
-        alone = _draft(part, captured.fake_mode, known, _sites(part, known)[0], {})
+        alone = draft(part, captured.fake_mode, known, find_sites(part, known)[0], {})
         mismatches = verify_site(captured, part, alone.plan)[1] if alone.plan is not None else []
         if mismatches:
             bad.append(site)

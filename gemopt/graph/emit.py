@@ -30,7 +30,7 @@ from gemopt.graph.layout import Layout, reads_all
 from gemopt.graph.prologue import Sizes, copy_inputs
 from gemopt.graph.rowsets import Rows, RowSet
 from gemopt.graph.slots import Access, Info, argument, is_tensor, op_name, shape_of
-from gemopt.graph.sinks import absorb
+from gemopt.graph.sinks import absorb, token_loss
 from gemopt.graph.terms import Term
 from gemopt.graph.units import Unit, all_units, kept_dims, kept_units, plain_slots
 
@@ -82,7 +82,10 @@ class Emitter:
         if is_tensor(node) and self.known.info(node).kind == "like":
             return self._filled(node, [self.sizes[e] for e in shape_of(node)])
         fx.node.map_arg((node.args, node.kwargs), self.padded)
-        return self.graph.node_copy(node, self.padded)
+        copied = self.graph.node_copy(node, self.padded)
+        if copied.target is aten.view.default:  # an unpacked operand may have other strides than the original
+            copied.target = aten.reshape.default
+        return copied
 
     def _output(self, node: fx.Node) -> None:
         args = fx.node.map_arg(node.args, self._as_original)
@@ -380,6 +383,12 @@ class Emitter:
         dim = argument(node, "dim") % len(info.dims)
         parts = [self.fetch(a, rows)[0] for a in info.accesses]
         return self.call(node.target, parts, 1 + kept_dims(info, rows.slots).index(dim))
+
+    def _packed_loss(self, node: fx.Node, info: Info, rows: Rows) -> fx.Node:
+        plain = plain_slots(info.accesses[0])
+        out = token_loss(self, node, Rows(rows.set, tuple(plain[s] for s in rows.slots)))
+        assert out is not None  # `Layout` packs only losses whose rows are exactly the row axes
+        return out
 
     # ------------------------------------------------------------ attention
 

@@ -16,7 +16,7 @@ four, which is all the decision needs).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import networkx as nx
 import sympy
@@ -33,13 +33,15 @@ from gemopt.graph.units import plain_slots
 _FILL = 0.5
 _FLOPS_PER_BYTE = 16.0
 _UNKNOWN_SIZE = 64
-_ROW_KINDS = frozenset("pointwise view expand linear mixing embedding select slice cat stack reduction".split())
+_ROW_KINDS = frozenset("pointwise view expand linear mixing embedding select slice cat stack reduction loss".split())
 
 
 class Layout:
     """Row sets of packable nodes, and the nodes that the cut decides to pack."""
 
-    def __init__(self, live: Live, sites: Iterable[Site], allow_cut: bool = True) -> None:
+    def __init__(
+        self, live: Live, sites: Iterable[Site], choose: Callable[[Layout], set[fx.Node]] | None = None
+    ) -> None:
         self.live, self.known = live, live.known
         self.sets = RowSets()
         self.rows: dict[fx.Node, Rows] = {}
@@ -53,7 +55,7 @@ class Layout:
                 rows = self._rows(node, info)
                 if rows is not None:
                     self.rows[node] = rows
-        self.packed: set[fx.Node] = self._cut() if allow_cut else set(self.rows)
+        self.packed: set[fx.Node] = (choose or Layout.cut)(self)
 
     # ------------------------------------------------------------ candidates
 
@@ -106,7 +108,8 @@ class Layout:
 
     # ------------------------------------------------------------ the cut
 
-    def _cut(self) -> set[fx.Node]:
+    def cut(self) -> set[fx.Node]:
+        """The cheapest set of nodes to pack. Any other subset of `rows` is right too, only slower."""
         network = nx.DiGraph()
         network.add_node("packed")
         network.add_node("padded")
@@ -206,6 +209,8 @@ def _packed_form(node: fx.Node, info: Info, rows: Rows) -> bool:
         others = [a for a in info.accesses if a is not first]
         if any(set(plain_slots(a)) & row_slots for a in others):
             return False
+    if info.kind == "loss":
+        return set(rows.slots) == set(range(len(info.sizes)))
     if info.kind in ("cat", "stack"):
         return all(set(plain_slots(a)) & row_slots for a in info.accesses)
     return name != "aten.unflatten" or bool(info.dims)

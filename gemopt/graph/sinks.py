@@ -15,6 +15,7 @@ from torch import fx
 from gemopt import ops
 from gemopt.graph import terms as t
 from gemopt.graph.prologue import writable
+from gemopt.graph.rowsets import Rows
 from gemopt.graph.slots import argument, is_tensor, op_name
 from gemopt.graph.units import Unit, kept_dims, kept_units, plain_slots
 
@@ -36,7 +37,7 @@ def absorb(emitter: Emitter, node: fx.Node) -> fx.Node | None:
         return _reduction(emitter, node)
     if kind in ("gather", "select"):
         return _gather(emitter, node)
-    if kind == "loss":
+    if kind == "loss" and argument(node, "reduction") != 0:
         return _loss(emitter, node)
     return None
 
@@ -110,10 +111,17 @@ def _gather(emitter: Emitter, node: fx.Node) -> fx.Node | None:
 
 
 def _loss(emitter: Emitter, node: fx.Node) -> fx.Node | None:
-    """A token loss over its non-ignored rows: the same call on ``[T, C]`` and ``[T]``."""
+    """A token loss over its non-ignored rows."""
+    x = node.args[0]
+    assert isinstance(x, fx.Node)
+    return token_loss(emitter, node, emitter.layout.rows[x])
+
+
+def token_loss(emitter: Emitter, node: fx.Node, rows: Rows) -> fx.Node | None:
+    """The same call on ``[T, C]`` and ``[T]``; ``rows`` speaks of the input's slots."""
     x, target = node.args[0], node.args[1]
     assert isinstance(x, fx.Node) and isinstance(target, fx.Node)
-    rows, info = emitter.layout.rows[x], emitter.known.info(x)
+    info = emitter.known.info(x)
     labels = emitter.known.info(target)
     slots = info.dim_slots()
     outer = [s for d in (0, *range(2, len(slots))) for s in slots[d]]
@@ -126,5 +134,5 @@ def _loss(emitter: Emitter, node: fx.Node) -> fx.Node | None:
     targets = emitter.rows_of(target, tuple(to_label[s] for s in rows.slots), rows.set)
     targets = emitter.reshape(targets, [-1])
     rest = fx.node.map_arg((node.args[2:], dict(node.kwargs)), emitter.padded)
-    logits = emitter.reshape(emitter.phys[x], [-1, emitter.sizes[info.sizes[slots[1][0]]]])
+    logits = emitter.reshape(emitter.rows_of(x, rows.slots, rows.set), [-1, emitter.sizes[info.sizes[slots[1][0]]]])
     return emitter.call(node.target, logits, targets, *rest[0], **rest[1])

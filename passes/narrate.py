@@ -9,11 +9,12 @@ from torch import fx
 
 from gemopt.graph import cost
 from gemopt.graph import terms as t
+from gemopt.graph.attention import Site
 from gemopt.graph.capture import Captured
 from gemopt.graph.layout import Layout
 from gemopt.graph.live import Live
 from gemopt.graph.plan import Plan
-from gemopt.graph.slots import op_name, shape_of
+from gemopt.graph.slots import nodes_in, op_name, shape_of
 from gemopt.passes.recognise import Miss
 
 
@@ -58,9 +59,7 @@ def report_sites(report: Any, captured: Captured, layout: Layout) -> None:
 def holding_output(captured: Captured, live: Live, site: Site) -> str:
     """The output through which every row of a site is live, if a chain of full demands leads there."""
     (output,) = [n for n in captured.gm.graph.nodes if n.op == "output"]
-    flat: list[fx.Node] = []
-    fx.node.map_arg(output.args, lambda n: flat.append(n) or n)
-    names = dict(zip(flat, captured.output_names, strict=False))
+    names = dict(zip(nodes_in(output.args), captured.output_names, strict=False))
     stack, seen = [site.out], set()
     while stack:
         node = stack.pop()

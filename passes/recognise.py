@@ -20,7 +20,7 @@ from torch import fx
 from gemopt.graph import terms as t
 from gemopt.graph.attention import Site, additive_mask
 from gemopt.graph.facts import Analysis
-from gemopt.graph.slots import Access, Exprs, Info, argument, broadcast, forward, is_tensor, op_name
+from gemopt.graph.slots import Access, Exprs, Info, argument, broadcast, forward, is_tensor, nodes_in, op_name
 from gemopt.graph.terms import Term
 
 _SOFTMAX = ("aten.softmax", "aten._softmax", "aten.special_softmax")
@@ -166,17 +166,11 @@ def _move_to(scores: _Scores, access: Access) -> None:
 
 
 def _access_of_argument(node: fx.Node, known: Analysis, position: int) -> Access | None:
-    tensors = [n for n in _flat(node) if is_tensor(n)]
+    tensors = [n for n in nodes_in(node.args, node.kwargs) if is_tensor(n)]
     value = node.args[position]
     if not isinstance(value, fx.Node) or not is_tensor(value):
         return None
     return known.info(node).accesses[tensors.index(value)]
-
-
-def _flat(node: fx.Node) -> list[fx.Node]:
-    found: list[fx.Node] = []
-    fx.node.map_arg((node.args, node.kwargs), lambda n: found.append(n) or n)
-    return found
 
 
 def _operand_term(scores: _Scores, known: Analysis, position: int) -> Term | None:

@@ -26,6 +26,7 @@ from gemopt.graph.slots import (
     fresh,
     identity,
     is_tensor,
+    nodes_in,
     op_name,
     reshape,
     shape_of,
@@ -69,11 +70,7 @@ def opaque(node: fx.Node, ctx: Context) -> Info:
 # Composite ops that act element by element but carry no pointwise tag before decomposition.
 _UNTAGGED_POINTWISE = frozenset(
     "aten." + n
-    for n in (
-        "dropout feature_alpha_dropout to _to_copy type_as contiguous clone detach alias lift_fresh_copy masked_fill where "
-        "relu6 selu celu softplus mish rsub nan_to_num square clip bernoulli __and__ __or__ __xor__ "
-        "log_sigmoid rand_like randn_like"
-    ).split()
+    for n in ["dropout", "feature_alpha_dropout", "to", "_to_copy", "type_as", "contiguous", "clone", "detach", "alias", "lift_fresh_copy", "masked_fill", "where", "relu6", "selu", "celu", "softplus", "mish", "rsub", "nan_to_num", "square", "clip", "bernoulli", "__and__", "__or__", "__xor__", "log_sigmoid", "rand_like", "randn_like"]
 )
 
 
@@ -89,19 +86,12 @@ def is_pointwise(node: fx.Node) -> bool:
 
 
 def pointwise(node: fx.Node, ctx: Context) -> Info:
-    operands = [n for n in _flat_nodes(node) if is_tensor(n)]
+    operands = [n for n in nodes_in(node.args, node.kwargs) if is_tensor(n)]
     shape = shape_of(node)
     if not operands:
         return Info(fresh(shape), (), "source")
     dims, exprs = broadcast([ctx.info(n) for n in operands], shape)
     return Info(dims, tuple(Access(n, e) for n, e in zip(operands, exprs, strict=True)), "pointwise")
-
-
-def _flat_nodes(node: fx.Node) -> list[fx.Node]:
-    """Operands in order, repeated as often as they are used."""
-    found: list[fx.Node] = []
-    fx.node.map_arg((node.args, node.kwargs), lambda n: found.append(n) or n)
-    return found
 
 
 # ---------------------------------------------------------------- movement
@@ -451,7 +441,7 @@ def _mixing(node: fx.Node, ctx: Context, info: Info, mixed: set[int]) -> Info:
     exprs = tuple(None if s in slots else t.slot(s) for s in range(len(info.sizes)))
     x = node.args[0]
     assert isinstance(x, fx.Node)
-    others = [n for n in _flat_nodes(node)[1:] if is_tensor(n)]
+    others = [n for n in nodes_in(node.args, node.kwargs)[1:] if is_tensor(n)]
     accesses = [Access(x, exprs)] + [Access(n, (None,) * len(ctx.info(n).sizes)) for n in others]
     return Info(info.dims, tuple(accesses), "mixing")
 
@@ -475,7 +465,7 @@ def linear(node: fx.Node, ctx: Context) -> Info:
     kept = info.dims[:-1]
     count = sum(map(len, kept))
     exprs = tuple(t.slot(i) for i in range(count)) + (None,) * len(info.dims[-1])
-    others = [n for n in _flat_nodes(node)[1:] if is_tensor(n)]
+    others = [n for n in nodes_in(node.args, node.kwargs)[1:] if is_tensor(n)]
     accesses = [Access(x, exprs)] + [Access(n, (None,) * len(ctx.info(n).sizes)) for n in others]
     return Info(kept + feature, tuple(accesses), "linear")
 
@@ -584,7 +574,7 @@ def token_loss(node: fx.Node, ctx: Context) -> Info:
     if len(labels.dims) != len(info.dims) - 1 or len(info.dims) < 2:
         raise NotUnderstood("cross entropy with class probabilities or without a batch")
     others = tuple(
-        Access(n, (None,) * len(ctx.info(n).sizes)) for n in _flat_nodes(node)[2:] if is_tensor(n)
+        Access(n, (None,) * len(ctx.info(n).sizes)) for n in nodes_in(node.args, node.kwargs)[2:] if is_tensor(n)
     )
     if argument(node, "reduction") != 0:
         accesses = (Access(x, (None,) * len(info.sizes)), Access(target, (None,) * len(labels.sizes)))

@@ -29,8 +29,8 @@ from gemopt.graph.extras import Extras
 from gemopt.graph.layout import Layout, reads_all
 from gemopt.graph.prologue import Sizes, copy_inputs
 from gemopt.graph.rowsets import Rows, RowSet
-from gemopt.graph.slots import Access, Info, argument, is_tensor, op_name, shape_of
 from gemopt.graph.sinks import absorb, token_loss
+from gemopt.graph.slots import Access, Info, argument, is_tensor, op_name, shape_of
 from gemopt.graph.terms import Term
 from gemopt.graph.units import Unit, all_units, kept_dims, kept_units, plain_slots
 
@@ -180,8 +180,8 @@ class Emitter:
         operand = self.known.info(access.operand)
         if operand.kind == "like" and reads_all(access, rows.slots):
             count = self.call(aten.sym_size.int, self.extras.index(rows.set), 0)
-            own = tuple(plain_slots(access)[s] for s in rows.slots)
-            return self._filled(access.operand, [count, *self._kept_sizes(operand, own)])
+            row_slots = tuple(plain_slots(access)[s] for s in rows.slots)
+            return self._filled(access.operand, [count, *self._kept_sizes(operand, row_slots)])
         tensor, kept, has_rows = self.fetch(access, rows)
         x_info, info = self.known.info(access.operand), self.known.info(node)
         shift = len(info.dims) - len(x_info.dims)
@@ -369,7 +369,7 @@ class Emitter:
 
     def _packed_select(self, node: fx.Node, info: Info, rows: Rows) -> fx.Node:
         x, kept, _ = self.fetch(info.accesses[0], rows)
-        dim = node.args[1] % len(self.known.info(info.accesses[0].operand).dims)  # type: ignore[operator]
+        dim = int(argument(node, "dim")) % len(self.known.info(info.accesses[0].operand).dims)
         return self._with_dim(node, x, 1 + kept.index(dim))
 
     _packed_slice = _packed_select
@@ -489,7 +489,7 @@ class Emitter:
 
 
 _PERMUTES = frozenset(
-    "aten." + n for n in "permute transpose swapaxes swapdims t numpy_T mT adjoint matrix_H mH movedim moveaxis".split()
+    "aten." + n for n in ["permute", "transpose", "swapaxes", "swapdims", "t", "numpy_T", "mT", "adjoint", "matrix_H", "mH", "movedim", "moveaxis"]
 )
 
 

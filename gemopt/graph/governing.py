@@ -7,6 +7,7 @@ governed by it: with ``padded_outputs="zero"`` its dead rows may become zeros.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,8 +16,7 @@ from torch import fx
 from gemopt.graph import terms as t
 from gemopt.graph.attention import Site
 from gemopt.graph.facts import Analysis
-from gemopt.graph.live import Live
-from gemopt.graph.slots import forward, is_tensor
+from gemopt.graph.slots import backward, forward, is_tensor, nodes_in
 from gemopt.graph.terms import Term
 
 
@@ -25,9 +25,8 @@ def governing_masks(
 ) -> dict[fx.Node, Term]:
     """Outputs to be restricted, with the predicate of the rows they keep."""
     (output,) = [n for n in graph.nodes if n.op == "output"]
-    flat: list[fx.Node] = []
-    fx.node.map_arg(output.args, lambda n: flat.append(n) or n)
-    candidates = _candidates(graph, known, sites, flat)
+    flat = nodes_in(output.args)
+    candidates = _candidates(graph, known, sites)
     result: dict[fx.Node, Term] = {}
     for node, name in zip(flat, output_names, strict=False):
         chosen = wanted.get(name) if isinstance(wanted, Mapping) else wanted
@@ -36,33 +35,38 @@ def governing_masks(
     return result
 
 
-def _candidates(
-    graph: fx.Graph, known: Analysis, sites: Sequence[Site], outputs: Sequence[fx.Node]
-) -> dict[fx.Node, frozenset[Term]]:
-    """Masks that reach each tensor, from the demands that attention keys make on their sources."""
-    keys_only = Live(graph, known, sites, dict.fromkeys(outputs, t.TRUE))
-    masks: dict[fx.Node, frozenset[Term]] = {}
+def _candidates(graph: fx.Graph, known: Analysis, sites: Sequence[Site]) -> dict[fx.Node, frozenset[Term]]:
+    """Masks that reach each tensor: from keys back to what they are made of, and from there forward."""
+    masks: dict[fx.Node, set[Term]] = defaultdict(set)
     by_out = {s.out: s for s in sites}
+    for site in sites:
+        slot_of = {e.args[0]: t.slot(i) for i, e in enumerate(site.k_exprs) if e is not None}
+        mask = site.parts.key
+        if len(mask.slots) >= 2 and mask.slots <= set(slot_of):
+            masks[site.k].add(t.substitute(mask, slot_of))
+    for node in reversed(graph.nodes):
+        if not is_tensor(node) or node in by_out:
+            continue
+        for mask in masks.get(node, set()).copy():
+            for access in known.operands(node):
+                moved = backward(mask, access, known.info(node).sizes, known.info(access.operand).sizes)
+                if len(moved.slots) == len(mask.slots):
+                    masks[access.operand].add(moved)
     for node in graph.nodes:
         if not is_tensor(node):
             continue
-        found: set[Term] = set()
-        for reader, rows in keys_only.readers.get(node, ()):
-            if reader in by_out and rows != t.TRUE and len(rows.slots) >= 2:
-                found.add(rows)
+        if node in by_out:
+            masks[node] = _through(by_out[node], masks)
+            continue
         for access in known.operands(node):
             for mask in masks.get(access.operand, ()):
                 moved = forward(mask, access)
                 if moved is not None:
-                    found.add(moved)
-        if node in by_out:
-            found = _through(by_out[node], masks)
-        if found:
-            masks[node] = frozenset(found)
-    return masks
+                    masks[node].add(moved)
+    return {n: frozenset(m) for n, m in masks.items() if m}
 
 
-def _through(site: Site, masks: Mapping[fx.Node, frozenset[Term]]) -> set[Term]:
+def _through(site: Site, masks: Mapping[fx.Node, set[Term]]) -> set[Term]:
     """Self attention: the rows of the result are the rows of the queries."""
     slot_of = {s: j for j, s in enumerate(site.out_slots) if s is not None}
     found: set[Term] = set()

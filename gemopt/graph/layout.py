@@ -33,7 +33,7 @@ from gemopt.graph.units import plain_slots
 _FILL = 0.5
 _FLOPS_PER_BYTE = 16.0
 _UNKNOWN_SIZE = 64
-_ROW_KINDS = frozenset("pointwise view expand linear mixing embedding select slice cat stack reduction loss".split())
+_ROW_KINDS = frozenset(["pointwise", "view", "expand", "linear", "mixing", "embedding", "select", "slice", "cat", "stack", "reduction", "loss"])
 
 
 class Layout:

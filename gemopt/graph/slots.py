@@ -26,6 +26,8 @@ from torch import fx
 from gemopt.graph import terms as t
 from gemopt.graph.terms import Term
 
+_SMALLEST_ROW_AXIS = 16
+
 Dims = tuple[tuple[sympy.Expr, ...], ...]
 Exprs = tuple[Term | None, ...]
 
@@ -89,6 +91,18 @@ def is_tensor(node: Any) -> bool:
     return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.Tensor)
 
 
+def nodes_in(*values: Any) -> list[fx.Node]:
+    """Nodes inside (nested) arguments, in order, as often as they occur."""
+    found: list[fx.Node] = []
+
+    def visit(node: fx.Node) -> fx.Node:
+        found.append(node)
+        return node
+
+    fx.node.map_arg(values, visit)
+    return found
+
+
 def op_name(node: fx.Node) -> str:
     """``aten.view`` for any overload; empty for what is not an operator."""
     if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
@@ -148,9 +162,16 @@ def backward(
             pending.append((i, expr))
     known = frozenset(inverse)
     for i, expr in pending:
+        if t.constant_value(expr) is not None and in_sizes is not None and _is_stack(in_sizes[i]):
+            continue
         if expr.slots <= known:
             guards.append(t.eq(t.slot(i), t.substitute(expr, inverse)))
     return t.and_(t.substitute(t.project(p, known), inverse), *guards)
+
+
+def _is_stack(size: sympy.Expr) -> bool:
+    """A fixed, small axis is a stack of tensors (q, k, v of one projection), not an axis of rows: do not tell apart."""
+    return bool(size.is_Integer) and size < _SMALLEST_ROW_AXIS
 
 
 def _shifted_slot(expr: Term) -> tuple[int, int] | None:

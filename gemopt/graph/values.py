@@ -19,12 +19,12 @@ import torch
 from torch import fx
 
 from gemopt.graph import terms as t
-from gemopt.graph.slots import Access, Info, argument, forward, is_tensor, op_name
+from gemopt.graph.slots import Access, Info, argument, forward, is_tensor, nodes_in, op_name
 from gemopt.graph.terms import Term
 
 _EXACT = (torch.int32, torch.int64)
 _MAX_LEAF_ANCESTORS = 64
-_HEAVY = frozenset("aten." + n for n in "linear matmul mm bmm addmm baddbmm einsum embedding conv1d conv2d".split())
+_HEAVY = frozenset("aten." + n for n in ["linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "embedding", "conv1d", "conv2d"])
 
 
 class Values:
@@ -67,7 +67,7 @@ class Values:
             return t.const(value) if isinstance(value, bool | int | float) else None
         if not is_tensor(value):
             return _scalar(value)
-        tensors = [n for n in _operands(node) if is_tensor(n)]
+        tensors = [n for n in nodes_in(node.args, node.kwargs) if is_tensor(n)]
         access = self._info(node).accesses[tensors.index(value)]
         return self.through(access)
 
@@ -90,20 +90,13 @@ class Values:
             if node.op != "call_function" or not _pure(node):
                 self._keys[node] = node.name
             else:
-                args = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: _Key(self._key(n)))
-                self._keys[node] = repr((node.target, args))
+                keys = tuple(self._key(n) for n in nodes_in(node.args, node.kwargs))
+                shape = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: None)
+                self._keys[node] = (node.target, repr(shape), keys)
         return self._keys[node]
 
     def _computable(self, node: fx.Node) -> bool:
         return computable(node)
-
-
-class _Key:
-    def __init__(self, key: Any) -> None:
-        self.key = key
-
-    def __repr__(self) -> str:
-        return f"<{self.key}>"
 
 
 def computable(node: fx.Node) -> bool:
@@ -135,12 +128,6 @@ def _pure(node: fx.Node) -> bool:
     return getattr(target, "__module__", "") in ("_operator", "operator", "math", "torch")
 
 
-def _operands(node: fx.Node) -> list[fx.Node]:
-    found: list[fx.Node] = []
-    fx.node.map_arg((node.args, node.kwargs), lambda n: found.append(n) or n)
-    return found
-
-
 def _scalar(node: fx.Node) -> Term | None:
     """A SymInt node as a size."""
     value = node.meta.get("val")
@@ -159,7 +146,8 @@ def _arange(_: Values, node: fx.Node) -> Term | None:
     if node.meta["val"].dtype not in _EXACT:
         return None
     overload = getattr(node.target, "_overloadname", "")
-    start, step = (0, 1) if overload == "default" else (node.args[0], 1)
+    start: Any = 0 if overload == "default" else node.args[0]
+    step: Any = 1
     if overload == "start_step" and len(node.args) > 2:
         step = node.args[2]
     first = _scalar(start) if isinstance(start, fx.Node) else t.const(start) if isinstance(start, int) else None
@@ -232,8 +220,9 @@ def _arithmetic(exact: Callable[[Term, Term], Term], number: Callable[[Any, Any]
         if a is None or b is None or node.kwargs.get("alpha", 1) != 1:
             return None
         if dtype == torch.bool:
-            joined = {t.mul: t.and_, t.add: t.or_}.get(exact)
-            return joined(t.truth(a), t.truth(b)) if joined else None
+            if exact not in (t.mul, t.add):
+                return None
+            return (t.and_ if exact is t.mul else t.or_)(t.truth(a), t.truth(b))
         lifted = lift(number, a, b)
         if lifted is not None:
             return lifted
@@ -286,7 +275,7 @@ def choose(p: Term, a: Term | None, b: Term | None) -> Term | None:
 
 
 def _cast(values: Values, node: fx.Node) -> Term | None:
-    tensors = [n for n in _operands(node) if is_tensor(n)]
+    tensors = [n for n in nodes_in(node.args, node.kwargs) if is_tensor(n)]
     value = values.operand(node, 0) if tensors else None
     if value is None:
         return None

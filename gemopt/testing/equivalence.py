@@ -411,8 +411,8 @@ def _moved(tensor: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _one_line(error: Exception | None) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0][:200] if text else ''}"
+    text = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
+    return f"{type(error).__name__}: {text[:300]}"
 
 
 def _steps(compiled: Callable[..., Any]) -> tuple[int, dict[str, int]] | None:

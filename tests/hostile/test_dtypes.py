@@ -67,9 +67,7 @@ def test_requires_grad_on_some_only(which):
     torch.manual_seed(0)
     model = FloatTokens("sdpa_bool", fill="1e9")
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(
-            which == "parameters only" or (which == "one parameter" and name == "block.k.weight")
-        )
+        parameter.requires_grad_(which == "parameters only" or (which == "one parameter" and name == "block.k.weight"))
     result = same(model, (tokens(which == "input only"), LENGTHS))
     names = {c.name for c in result.cases[0].comparisons if c.name.startswith("grad")}
     assert ("grad args[0]" in names) == (which == "input only")

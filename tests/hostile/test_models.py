@@ -88,9 +88,7 @@ def check_choices(chosen, seed):
     torch._dynamo.reset()
     torch.manual_seed(seed)
     model = spelled.SequenceModel(**chosen)
-    assert_equivalent(
-        model, ids_and_lengths, compiled=compiled(model), cases=("given", "zeros", "ones", "holes"), seed=seed
-    )
+    assert_equivalent(model, ids_and_lengths, compiled=compiled(model), cases=("given", "zeros", "ones", "holes"), seed=seed)
 
 
 QUIETLY = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture, HealthCheck.data_too_large]

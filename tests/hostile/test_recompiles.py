@@ -16,9 +16,7 @@ def graphs() -> int:
     return counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.parametrize(
-    "name", ["causal_tril", "several_histories", "encoder_pre_bld_train", "loss_ignore_index"]
-)
+@pytest.mark.parametrize("name", ["causal_tril", "several_histories", "encoder_pre_bld_train", "loss_ignore_index"])
 def test_a_hundred_batches_cost_one_graph(name):
     model, inputs = CASES[name].make(0)
     subject = compiled(model)

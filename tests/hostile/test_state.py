@@ -104,9 +104,7 @@ def test_two_compiles_of_one_model():
 
 
 def test_compile_in_threads():
-    models = [
-        sequence_model(i, pool=pool, fill="1e9") for i, pool in enumerate(("mean", "last_gather", "max"))
-    ]
+    models = [sequence_model(i, pool=pool, fill="1e9") for i, pool in enumerate(("mean", "last_gather", "max"))]
     batch = batch_of([3, 11, 1, 6])
     results: dict[int, torch.Tensor] = {}
     errors: list[BaseException] = []

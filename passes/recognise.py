@@ -318,7 +318,13 @@ def _weights_to_output(softmax: fx.Node, known: Analysis, key: int) -> _Weighted
         info, name = known.info(user), op_name(user)
         if name == "aten.dropout":
             dropout = _dropout_rate(user, dropout)
-        elif info.kind not in _VIEWS and name not in ("aten.to", "aten._to_copy", "aten.clone", "aten.contiguous", "aten.type_as"):
+        elif info.kind not in _VIEWS and name not in (
+            "aten.to",
+            "aten._to_copy",
+            "aten.clone",
+            "aten.contiguous",
+            "aten.type_as",
+        ):
             return None
         access = info.access(node)
         if access is None:

@@ -70,7 +70,36 @@ def opaque(node: fx.Node, ctx: Context) -> Info:
 # Composite ops that act element by element but carry no pointwise tag before decomposition.
 _UNTAGGED_POINTWISE = frozenset(
     "aten." + n
-    for n in ["dropout", "feature_alpha_dropout", "to", "_to_copy", "type_as", "contiguous", "clone", "detach", "alias", "lift_fresh_copy", "masked_fill", "where", "relu6", "selu", "celu", "softplus", "mish", "rsub", "nan_to_num", "square", "clip", "bernoulli", "__and__", "__or__", "__xor__", "log_sigmoid", "rand_like", "randn_like"]
+    for n in [
+        "dropout",
+        "feature_alpha_dropout",
+        "to",
+        "_to_copy",
+        "type_as",
+        "contiguous",
+        "clone",
+        "detach",
+        "alias",
+        "lift_fresh_copy",
+        "masked_fill",
+        "where",
+        "relu6",
+        "selu",
+        "celu",
+        "softplus",
+        "mish",
+        "rsub",
+        "nan_to_num",
+        "square",
+        "clip",
+        "bernoulli",
+        "__and__",
+        "__or__",
+        "__xor__",
+        "log_sigmoid",
+        "rand_like",
+        "randn_like",
+    ]
 )
 
 
@@ -78,11 +107,7 @@ def is_pointwise(node: fx.Node) -> bool:
     if op_name(node) in _UNTAGGED_POINTWISE:
         return True
     target = node.target
-    return (
-        isinstance(target, torch._ops.OpOverload)
-        and torch.Tag.pointwise in target.tags
-        and not target._schema.is_mutable
-    )
+    return isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags and not target._schema.is_mutable
 
 
 def pointwise(node: fx.Node, ctx: Context) -> Info:
@@ -216,9 +241,7 @@ def cat(node: fx.Node, ctx: Context) -> Info:
     offset: sympy.Expr = sympy.Integer(0)
     accesses = []
     for p, info in zip(parts, infos, strict=True):
-        if len(info.dims[dim]) > 1 or any(
-            len(info.dims[d]) != len(dims[d]) for d in range(len(shape)) if d != dim
-        ):
+        if len(info.dims[dim]) > 1 or any(len(info.dims[d]) != len(dims[d]) for d in range(len(shape)) if d != dim):
             raise NotUnderstood("cat over a merged dim")
         start = t.size(offset)
         accesses.append(Access(p, _aligned(info, dims, dim, lambda j, s=start: t.sub(j, s))))  # type: ignore[misc]
@@ -232,9 +255,7 @@ def stack(node: fx.Node, ctx: Context) -> Info:
     shape = shape_of(node)
     dim = argument(node, "dim") % len(shape)
     inner = [ctx.info(p) for p in parts]  # type: ignore[arg-type]
-    dims, _ = broadcast(
-        [Info((*i.dims[:dim], (), *i.dims[dim:])) for i in inner], shape
-    )
+    dims, _ = broadcast([Info((*i.dims[:dim], (), *i.dims[dim:])) for i in inner], shape)
     out = Info(dims).dim_slots()
     rest = [s for d, slots in enumerate(out) if d != dim for s in slots]
     accesses = []
@@ -490,9 +511,7 @@ def contraction(node: fx.Node, ctx: Context, a: fx.Node, b: fx.Node) -> Info:
     if len(left.dims) < 2 or len(right.dims) < 2:
         return _matmul_vector(node, ctx, a, b)
     shape = shape_of(node)
-    batch, exprs = broadcast(
-        [Info(left.dims[:-2]), Info(right.dims[:-2])], shape[:-2]
-    )
+    batch, exprs = broadcast([Info(left.dims[:-2]), Info(right.dims[:-2])], shape[:-2])
     count = sum(map(len, batch))
     row, column = left.dims[-2], right.dims[-1]
     rows = [t.slot(count + i) for i in range(len(row))]
@@ -573,9 +592,7 @@ def token_loss(node: fx.Node, ctx: Context) -> Info:
     info, labels = ctx.info(x), ctx.info(target)
     if len(labels.dims) != len(info.dims) - 1 or len(info.dims) < 2:
         raise NotUnderstood("cross entropy with class probabilities or without a batch")
-    others = tuple(
-        Access(n, (None,) * len(ctx.info(n).sizes)) for n in nodes_in(node.args, node.kwargs)[2:] if is_tensor(n)
-    )
+    others = tuple(Access(n, (None,) * len(ctx.info(n).sizes)) for n in nodes_in(node.args, node.kwargs)[2:] if is_tensor(n))
     if argument(node, "reduction") != 0:
         accesses = (Access(x, (None,) * len(info.sizes)), Access(target, (None,) * len(labels.sizes)))
         return Info((), accesses + others, "loss")
@@ -616,7 +633,10 @@ def _table() -> dict[str, Handler]:
         ("index_select", index_select),
         ("index", index),
         ("sum mean amax amin prod any all logsumexp var std nansum argmax argmin count_nonzero", reduction),
-        ("softmax _softmax special_softmax log_softmax _log_softmax special_log_softmax cumsum cumprod logcumsumexp flip", along("dim")),
+        (
+            "softmax _softmax special_softmax log_softmax _log_softmax special_log_softmax cumsum cumprod logcumsumexp flip",
+            along("dim"),
+        ),
         ("layer_norm rms_norm", normalisation),
         ("linear", linear),
         ("matmul mm bmm", matmul),
@@ -624,7 +644,10 @@ def _table() -> dict[str, Handler]:
         ("einsum", einsum),
         ("scaled_dot_product_attention", attention),
         ("cross_entropy_loss nll_loss_nd nll_loss", token_loss),
-        ("binary_cross_entropy_with_logits binary_cross_entropy mse_loss l1_loss smooth_l1_loss huber_loss", elementwise_loss),
+        (
+            "binary_cross_entropy_with_logits binary_cross_entropy mse_loss l1_loss smooth_l1_loss huber_loss",
+            elementwise_loss,
+        ),
     ]
     return {f"aten.{name}": handler for names, handler in groups for name in names.split()}
 

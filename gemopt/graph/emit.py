@@ -209,8 +209,7 @@ class Emitter:
         gone = set(slots)
         dim_slots = info.dim_slots()
         return [
-            self.sizes[sympy.prod([info.sizes[s] for s in dim_slots[d] if s not in gone])]
-            for d in kept_dims(info, slots)
+            self.sizes[sympy.prod([info.sizes[s] for s in dim_slots[d] if s not in gone])] for d in kept_dims(info, slots)
         ]
 
     def reshape(self, tensor: fx.Node, shape: list[Any]) -> fx.Node:
@@ -311,7 +310,7 @@ class Emitter:
             return self.call(aten.permute.default, tensor, [0, *target])
         old = [x_info.dims[d] for d in kept]
         new = [info.dims[d] for d in kept_dims(info, rows.slots)]
-        gone = {s for s in rows.slots}
+        gone = set(rows.slots)
         if old == new and not any(set(info.dim_slots()[d]) & gone for d in kept_dims(info, rows.slots)):
             return tensor
         return self.reshape(tensor, [-1, *self._kept_sizes(info, rows.slots)])
@@ -489,7 +488,21 @@ class Emitter:
 
 
 _PERMUTES = frozenset(
-    "aten." + n for n in ["permute", "transpose", "swapaxes", "swapdims", "t", "numpy_T", "mT", "adjoint", "matrix_H", "mH", "movedim", "moveaxis"]
+    "aten." + n
+    for n in [
+        "permute",
+        "transpose",
+        "swapaxes",
+        "swapdims",
+        "t",
+        "numpy_T",
+        "mT",
+        "adjoint",
+        "matrix_H",
+        "mH",
+        "movedim",
+        "moveaxis",
+    ]
 )
 
 

@@ -237,9 +237,7 @@ def ignored_targets(node: fx.Node, known: Analysis) -> Term | None:
         return None
     if value.op == "where":  # where(mask, ids, -100): ignored where either branch is
         p, a, b = value.args
-        return t.or_(
-            t.and_(p, t.eq(a, t.const(ignore))), t.and_(t.not_(p), t.eq(b, t.const(ignore)))
-        )
+        return t.or_(t.and_(p, t.eq(a, t.const(ignore))), t.and_(t.not_(p), t.eq(b, t.const(ignore))))
     return t.eq(value, t.const(ignore))
 
 

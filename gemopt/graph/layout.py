@@ -6,9 +6,12 @@ pack or an unpack. The cheapest assignment is an s-t minimum cut:
 
     source -> n   capacity of running n packed      fill * work(n)
     n -> sink     capacity of running n padded      work(n)
-    n <-> m       the conversion of the edge's tensor, in either direction
+    n -> operand  packing the operand, where n is packed and it is not
+    operand -> n  infinite: what can run packed behind a packed tensor does
 
-so a lone pointwise op between padded neighbours stays padded, and a region with a matrix product in it does not.
+so a lone pointwise op between padded neighbours stays padded, and a region with a matrix product in it does not. The last
+rule is one of soundness: the dead rows of an unpacked tensor are filled with zeros, and ``1 / 0`` would turn them into
+infinities that a later product with a mask does not remove. Readers that cannot run packed mix rows and meet only zeros.
 Work is in byte equivalents per row (bytes moved plus FLOPs / 16, the balance of a CPU or GPU core to within a factor of
 four, which is all the decision needs).
 """
@@ -33,15 +36,15 @@ from gemopt.graph.units import plain_slots
 _FILL = 0.5
 _FLOPS_PER_BYTE = 16.0
 _UNKNOWN_SIZE = 64
-_ROW_KINDS = frozenset(["pointwise", "view", "expand", "linear", "mixing", "embedding", "select", "slice", "cat", "stack", "reduction", "loss"])
+_ROW_KINDS = frozenset(
+    ["pointwise", "view", "expand", "linear", "mixing", "embedding", "select", "slice", "cat", "stack", "reduction", "loss"]
+)
 
 
 class Layout:
     """Row sets of packable nodes, and the nodes that the cut decides to pack."""
 
-    def __init__(
-        self, live: Live, sites: Iterable[Site], choose: Callable[[Layout], set[fx.Node]] | None = None
-    ) -> None:
+    def __init__(self, live: Live, sites: Iterable[Site], choose: Callable[[Layout], set[fx.Node]] | None = None) -> None:
         self.live, self.known = live, live.known
         self.sets = RowSets()
         self.rows: dict[fx.Node, Rows] = {}
@@ -55,7 +58,7 @@ class Layout:
                 rows = self._rows(node, info)
                 if rows is not None:
                     self.rows[node] = rows
-        self.packed: set[fx.Node] = (choose or Layout.cut)(self)
+        self.packed: set[fx.Node] = self.closed((choose or Layout.cut)(self))
 
     # ------------------------------------------------------------ candidates
 
@@ -108,8 +111,16 @@ class Layout:
 
     # ------------------------------------------------------------ the cut
 
+    def closed(self, chosen: set[fx.Node]) -> set[fx.Node]:
+        """With every packable node that reads a packed one."""
+        packed = set(chosen)
+        for node in self.known.infos:  # in graph order
+            if node in self.rows and any(operand in packed for operand in self._operands(node)):
+                packed.add(node)
+        return packed
+
     def cut(self) -> set[fx.Node]:
-        """The cheapest set of nodes to pack. Any other subset of `rows` is right too, only slower."""
+        """The cheapest set of nodes to pack. Any other closed subset of `rows` is right too, only slower."""
         network = nx.DiGraph()
         network.add_node("packed")
         network.add_node("padded")
@@ -121,7 +132,8 @@ class Layout:
             for operand in set(self._operands(node)):
                 cost = _bytes(operand, self.rows[node], self.known.info(operand))
                 if operand in self.rows:
-                    _tie(network, operand, node, cost)
+                    network.add_edge(operand, node)
+                    network.add_edge(node, operand, capacity=_FILL * cost)
                 elif _has_rows(self.known.info(node), operand, self.rows[node]):
                     network.add_edge(node, "padded", capacity=network[node]["padded"]["capacity"] + _FILL * cost)
             if any(u not in self.rows and not self._absorbs(node, u) for u in node.users):
@@ -134,7 +146,11 @@ class Layout:
 
     def _absorbs(self, node: fx.Node, user: fx.Node) -> bool:
         """Whether a padded reader takes the packed tensor as it is (a sum over tokens, a gather, a loss)."""
-        return user.op == "call_function" and user in self.known.infos and self.known.info(user).kind in ("reduction", "gather", "select", "loss")
+        return (
+            user.op == "call_function"
+            and user in self.known.infos
+            and self.known.info(user).kind in ("reduction", "gather", "select", "loss")
+        )
 
     def _operands(self, node: fx.Node) -> list[fx.Node]:
         site = self.sites.get(node)
@@ -155,14 +171,6 @@ class Layout:
         if node in self.sites:
             flops = 4.0 * _UNKNOWN_SIZE * _row_elements(node, rows, info)
         return moved + flops / _FLOPS_PER_BYTE
-
-
-def _tie(network: nx.DiGraph, a: fx.Node, b: fx.Node, cost: float) -> None:
-    for x, y in ((a, b), (b, a)):
-        if network.has_edge(x, y):
-            network[x][y]["capacity"] += cost
-        else:
-            network.add_edge(x, y, capacity=cost)
 
 
 def _number(size: sympy.Expr) -> int:

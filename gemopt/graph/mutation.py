@@ -85,8 +85,4 @@ def _functional(node: fx.Node) -> torch._ops.OpOverload | None:
 
 def _is_view(x: fx.Node, group: list[fx.Node]) -> bool:
     """Whether writing ``x`` writes a tensor of another node that came before it."""
-    for node in group:
-        if node is x:
-            return False
-        return True
-    return True
+    return not group or group[0] is not x

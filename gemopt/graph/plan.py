@@ -1,6 +1,7 @@
 """The plan of one graph: prologue, packed graph, and the host's decision between packed and padded.
 
-The prologue's result is ``(stats, *tensors)``: the assumption bits, row counts and query-key pair counts in ``stats``, then for every row set
+The prologue's result is ``(stats, *tensors)``: the assumption bits, row counts and query-key pair counts in ``stats``,
+then for every row set
 its mask, and ranks, offsets and gathered row numbers where the packed graph asks for them. Once the host knows the counts
 it fills the extra inputs with a few index operations; nothing else waits for the device.
 """

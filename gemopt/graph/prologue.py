@@ -213,7 +213,27 @@ def writable(term: Term) -> bool:
     return True
 
 
-_WRITABLE = frozenset(["true", "false", "const", "size", "slot", "read", "linear", "le0", "eq0", "ne0", "and", "or", "not", "bool", "where", "wrap", "clamp"])
+_WRITABLE = frozenset(
+    [
+        "true",
+        "false",
+        "const",
+        "size",
+        "slot",
+        "read",
+        "linear",
+        "le0",
+        "eq0",
+        "ne0",
+        "and",
+        "or",
+        "not",
+        "bool",
+        "where",
+        "wrap",
+        "clamp",
+    ]
+)
 
 
 def copy_inputs(source: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:

@@ -71,7 +71,9 @@ def _reduction(emitter: Emitter, node: fx.Node) -> fx.Node | None:
         units += [result_slot[s] for s in rows.slots[:-1]]
     for d in kept:
         if d not in reduced:
-            units += [result_slot[s] for s in dim_slots[d] if s not in rows.slots] or [("one", _result_dim(node, d, reduced))]
+            units += [result_slot[s] for s in dim_slots[d] if s not in rows.slots] or [
+                ("one", _result_dim(node, d, reduced))
+            ]
     if name == "aten.mean":
         count = sympy.prod([s for d in reduced for s in info.dims[d]])
         tensor = emitter.call(operator.truediv, tensor, emitter.sizes[count])

@@ -137,9 +137,7 @@ def forward(term: Term, access: Access) -> Term | None:
     return t.substitute(term, replace)
 
 
-def backward(
-    p: Term, access: Access, out_sizes: Sequence[sympy.Expr], in_sizes: Sequence[sympy.Expr] | None = None
-) -> Term:
+def backward(p: Term, access: Access, out_sizes: Sequence[sympy.Expr], in_sizes: Sequence[sympy.Expr] | None = None) -> Term:
     """The operand elements that the result elements in ``p`` can read, as a predicate over the operand's slots."""
     if p == t.FALSE:
         return p

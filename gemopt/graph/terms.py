@@ -258,9 +258,7 @@ def _join(op: str, parts: Iterable[Term], unit: Term, zero: Term) -> Term:
     # Absorption: a and (a or b) is a; a or (a and b) is a.
     flat = {p for p in flat if not (p.op == dual and any(q in flat for q in p.args))}
     flat = {
-        p
-        for p in flat
-        if not (p.op == dual and any(q != p and q.op == dual and set(q.args) < set(p.args) for q in flat))
+        p for p in flat if not (p.op == dual and any(q != p and q.op == dual and set(q.args) < set(p.args) for q in flat))
     }
     if not flat:
         return unit
@@ -291,7 +289,7 @@ def disjuncts(p: Term) -> tuple[Term, ...]:
 
 def implies(p: Term, q: Term) -> bool:
     """Whether p => q is certain from the form of the two alone."""
-    if p == q or p == FALSE or q == TRUE:
+    if p in (q, FALSE) or q == TRUE:
         return True
     if q.op == "and":
         return all(implies(p, part) for part in q.args)
@@ -317,9 +315,7 @@ def truth(t: Term) -> Term:
     return call("ne", *sorted((t, const(0.0)), key=lambda x: x.key))
 
 
-_BOOLEAN = frozenset(
-    ("true", "false", "and", "or", "not", "le0", "eq0", "ne0", "le", "lt", "eq", "ne", "bool")
-)
+_BOOLEAN = frozenset(("true", "false", "and", "or", "not", "le0", "eq0", "ne0", "le", "lt", "eq", "ne", "bool"))
 
 
 def is_predicate(t: Term) -> bool:

@@ -24,7 +24,9 @@ from gemopt.graph.terms import Term
 
 _EXACT = (torch.int32, torch.int64)
 _MAX_LEAF_ANCESTORS = 64
-_HEAVY = frozenset("aten." + n for n in ["linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "embedding", "conv1d", "conv2d"])
+_HEAVY = frozenset(
+    "aten." + n for n in ["linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "embedding", "conv1d", "conv2d"]
+)
 
 
 class Values:

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, fx
+
 from gemopt.graph.capture import Captured, capture
 from gemopt.graph.facts import Analysis
 from gemopt.graph.layout import Layout
 from gemopt.passes.canonicalise import canonicalise
 from gemopt.passes.unpad import draft, find_sites
-from torch import Tensor, fx
-
 from tests.models import CASES
 
 LENGTHS = ([3, 12, 7, 20], [1, 20, 1, 2], [4, 0, 9, 5])
@@ -38,20 +38,19 @@ def captures(model: Any, args: tuple[Any, ...]) -> list[Captured]:
 
     torch._dynamo.reset()
     with torch._dynamo.config.patch(specialize_float=True), shapes.patch(use_duck_shape=False):
-        torch.compile(model, backend=backend, dynamic=True)(*args)
+        compiled = torch.compile(model, backend=backend, dynamic=True)
+        compiled(**args) if isinstance(args, dict) else compiled(*args)
     return found
 
 
 def batch(make_inputs: Any, lengths: list[int], seed: int) -> tuple[Any, ...]:
     args = make_inputs(torch.tensor(lengths), 20, torch.Generator().manual_seed(seed))
-    return args if isinstance(args, tuple) else (args,)
+    return args if isinstance(args, tuple | dict) else (args,)
 
 
 def run(gm: fx.GraphModule, inputs: list[Any]) -> list[Tensor]:
     """Outputs, then gradients of every float input, in fp64."""
-    inputs = [
-        x.detach().clone().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs
-    ]
+    inputs = [x.detach().clone().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs]
     out = torch.utils._pytree.tree_leaves(fx.Interpreter(gm).run(*inputs))
     floats = [o for o in out if isinstance(o, Tensor) and o.requires_grad]
     generator = torch.Generator().manual_seed(1)
@@ -83,7 +82,10 @@ def by_name(captured: Captured, model: torch.nn.Module, args: tuple[Any, ...], l
         else:
             return None  # made by an earlier graph of the same call
     sizes = symbol_values(captured, inputs)
-    return [sizes[str(x.node.expr)] if isinstance(x, torch.SymInt) else y for x, y in zip(captured.real_inputs, inputs, strict=True)]
+    return [
+        sizes[str(x.node.expr)] if isinstance(x, torch.SymInt) else y
+        for x, y in zip(captured.real_inputs, inputs, strict=True)
+    ]
 
 
 def symbol_values(captured: Captured, inputs: list[Any]) -> dict[str, int]:
@@ -104,9 +106,7 @@ def model_of(case: Any) -> tuple[torch.nn.Module, Any]:
 
 
 def in_double(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    return torch.utils._pytree.tree_map(
-        lambda x: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x, args
-    )
+    return torch.utils._pytree.tree_map(lambda x: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x, args)
 
 
 @pytest.mark.parametrize("name", [n for n, c in CASES.items() if not c.tags & SKIPPED_TAGS])
@@ -117,6 +117,8 @@ def test_any_subset_of_packable_nodes_may_be_packed(name: str) -> None:
         graphs = captures(model, first)
     except RuntimeError as error:
         pytest.skip(f"the model casts to fp32 itself: {error}")
+    if any(reads_low_mask(n) for g in graphs for n in g.gm.graph.nodes):
+        pytest.skip("the model makes an fp32 mask, which torch's fp64 attention reads as fp64")
     rng = random.Random(name)
     for captured in graphs:
         canonicalise(captured.gm)
@@ -126,6 +128,13 @@ def test_any_subset_of_packable_nodes_may_be_packed(name: str) -> None:
             made = draft(captured.gm, captured.fake_mode, known, sites, {}, lambda layout: choices(layout, rng))
             if made.plan is not None:
                 compare(captured, made.plan, model, make_inputs, first)
+
+
+def reads_low_mask(node: fx.Node) -> bool:
+    mask = (
+        node.args[3] if node.target is torch.ops.aten.scaled_dot_product_attention.default and len(node.args) > 3 else None
+    )
+    return isinstance(mask, fx.Node) and mask.meta["val"].dtype not in (torch.bool, torch.float64)
 
 
 def compare(captured: Captured, plan: Any, model: torch.nn.Module, make_inputs: Any, first: tuple[Any, ...]) -> None:
@@ -145,4 +154,6 @@ def compare(captured: Captured, plan: Any, model: torch.nn.Module, make_inputs: 
         for i, (want, got) in enumerate(zip(expected, run(plan.packed, [*inputs, *extra]), strict=True)):
             finite = torch.isfinite(want)
             assert got.shape == want.shape and got.dtype == want.dtype, (lengths, i)
-            torch.testing.assert_close(got[finite], want[finite], rtol=1e-7, atol=1e-9, msg=lambda m, i=i: f"tensor {i}: {m}")
+            torch.testing.assert_close(
+                got[finite], want[finite], rtol=1e-7, atol=1e-9, msg=lambda m, i=i: f"tensor {i}: {m}"
+            )

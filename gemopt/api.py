@@ -32,6 +32,9 @@ class CompiledModule(OptimizedModule):
             return self._modules["_orig_mod"](*args, **kwargs)  # type: ignore[misc]
         return super().__call__(*args, **kwargs)
 
+    def __bool__(self) -> bool:  # OptimizedModule has a __len__ that raises, and so no truth value
+        return bool(self._orig_mod)
+
     @property
     def report(self) -> Report:
         """What was done to the graphs compiled so far."""

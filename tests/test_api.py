@@ -88,6 +88,7 @@ def test_state_dict_attributes_and_modes() -> None:
     for name in ("report", "_gemopt_report", "_gemopt_settings"):
         assert not hasattr(model, name)
     assert isinstance(ours.report, Report)
+    assert ours and bool(gemopt.compile(nn.Sequential(), recipe=plain())) == bool(nn.Sequential())
 
 
 def test_training_step_equals_eager() -> None:

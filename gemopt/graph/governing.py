@@ -60,9 +60,9 @@ def _candidates(graph: fx.Graph, known: Analysis, sites: Sequence[Site]) -> dict
             continue
         for access in known.operands(node):
             for mask in masks.get(access.operand, ()):
-                moved = forward(mask, access)
-                if moved is not None:
-                    masks[node].add(moved)
+                carried = forward(mask, access)
+                if carried is not None:
+                    masks[node].add(carried)
     return {n: frozenset(m) for n, m in masks.items() if m}
 
 

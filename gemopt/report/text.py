@@ -82,7 +82,9 @@ def lines(report: Report) -> Iterator[Line]:
     yield Line(f"gemopt{f' on {report.title}' if report.title else ''}: {headline(report)}", style="bold")
     if not len(report):
         yield Line(
-            "Nothing has been compiled yet: call the model once, or use gemopt.explain(model, *inputs).", 2
+            "No graph yet. Call the model once; if it has run, Dynamo found nothing to compile in it (an LSTM, say) "
+            "and it runs exactly as under torch.compile.",
+            2,
         )
     for graph in report:
         yield Line("")

@@ -93,7 +93,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     dtype = getattr(torch, args.dtype)
     rows = []
-    print(f"{'lengths':>8} {'max':>5} {'queries':>8} {'fill':>5} {'padded':>9} {'jagged':>9} {'cold plan':>9} {'speedup':>8}")
+    print(" lengths   max  queries  fill  padded ms  jagged ms  with plan  speedup")
     for longest in args.longest:
         for shape in ("history", "full", "last"):
             generator = torch.Generator().manual_seed(0)
@@ -108,8 +108,8 @@ def main() -> None:
                    "queries": "last" if last else "all", "fill": float(lengths.float().mean() / longest),
                    **{f"{name}_ms": value for name, value in ms.items()}, "speedup": ms["padded"] / ms["cold"]}
             rows.append(row)
-            print(f"{row['lengths']:>8} {longest:>5} {row['queries']:>8} {row['fill']:>5.2f} {ms['padded']:>9.2f} "
-                  f"{ms['jagged']:>9.2f} {ms['cold']:>9.2f} {row['speedup']:>7.2f}x", flush=True)
+            print(f"{row['lengths']:>8} {longest:>5} {row['queries']:>8} {row['fill']:>5.2f} {ms['padded']:>10.2f} "
+                  f"{ms['jagged']:>10.2f} {ms['cold']:>10.2f} {row['speedup']:>7.2f}x", flush=True)
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps({

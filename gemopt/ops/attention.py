@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gemopt.kernels.spec import AttentionSpec
-from gemopt.ops.checks import check, check_index, check_same_device, check_tensor, same_size
+from gemopt.ops.checks import check_index, check_same_device, check_tensor, same_size
 from gemopt.ops.dispatch import attention_kernels
 from gemopt.ops.naming import op_name
 
@@ -23,6 +23,7 @@ _SPEC_SCHEMA = (
     "Tensor q_offsets, Tensor k_offsets, SymInt max_q, SymInt max_k, float scale, bool causal, bool bottom_right, "
     "int window_left, int window_right, Tensor? q_positions, Tensor? k_positions, float dropout_p, Tensor? seed"
 )
+OP = "jagged_attention"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -99,42 +100,59 @@ _attention_backward.register_autograd(_no_double_backward)
 
 def _check_sizes(q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor | None, k_pos: Tensor | None) -> None:
     """Sizes against each other, as far as they are plain ints: all of them when the kernel runs."""
-    op = "jagged_attention"
-    check(same_size(k.shape[0], v.shape[0]),
-          lambda: f"{op}: k has {k.shape[0]} rows but v has {v.shape[0]}")
-    check(same_size(k.shape[1], v.shape[1]),
-          lambda: f"{op}: k has {k.shape[1]} heads but v has {v.shape[1]}")
-    check(same_size(q.shape[2], k.shape[2]),
-          lambda: f"{op}: q has head_dim {q.shape[2]} but k has {k.shape[2]}")
-    h, h_kv = q.shape[1], k.shape[1]
-    check(not (type(h) is int and type(h_kv) is int) or (h_kv > 0 and h % h_kv == 0),
-          lambda: f"{op}: the heads of q must be a multiple of the heads of k, got {h} and {h_kv}")
+    if not same_size(k.shape[0], v.shape[0]):
+        raise ValueError(f"{OP}: k has {k.shape[0]} rows but v has {v.shape[0]}")
+    if not same_size(k.shape[1], v.shape[1]):
+        raise ValueError(f"{OP}: k has {k.shape[1]} heads but v has {v.shape[1]}")
+    if not same_size(q.shape[2], k.shape[2]):
+        raise ValueError(f"{OP}: q has head_dim {q.shape[2]} but k has {k.shape[2]}")
+    heads, kv_heads = q.shape[1], k.shape[1]
+    if type(heads) is int and type(kv_heads) is int and (kv_heads == 0 or heads % kv_heads):
+        raise ValueError(f"{OP}: the heads of q must be a multiple of the heads of k, got {heads} and {kv_heads}")
     for name, pos, of, rows in (("q_positions", q_pos, "q", q), ("k_positions", k_pos, "k", k)):
-        check(pos is None or same_size(pos.shape[0], rows.shape[0]),
-              lambda name=name, pos=pos, of=of, rows=rows:  # type: ignore[misc]
-              f"{op}: {name} has {pos.shape[0]} rows but {of} has {rows.shape[0]}")
+        if pos is not None and not same_size(pos.shape[0], rows.shape[0]):
+            raise ValueError(f"{OP}: {name} has {pos.shape[0]} rows but {of} has {rows.shape[0]}")
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, k_offsets: Tensor,
                    q_pos: Tensor | None, k_pos: Tensor | None) -> None:
-    op = "jagged_attention"
+    """Ranks, dtypes and devices."""
     for name, x in (("q", q), ("k", k), ("v", v)):
-        check_tensor(op, name, x)
-        check(x.dim() == 3, lambda name=name, x=x: f"{op}: {name} must be [rows, heads, head_dim], got {x.dim()}-D")  # type: ignore[misc]
-        check(x.dtype in DTYPES, lambda name=name, x=x: f"{op}: {name} must be floating (fp64, fp32, bf16, fp16), got {x.dtype}")  # type: ignore[misc]
-        check(x.dtype == q.dtype, lambda name=name, x=x: f"{op}: {name} is {x.dtype} but q is {q.dtype}")  # type: ignore[misc]
-    others = [("k", k), ("v", v)]
-    for name, offsets in (("q_offsets", q_offsets), ("k_offsets", k_offsets)):
-        check_index(op, name, offsets)
-        others.append((name, offsets))
-    for name, pos in (("q_positions", q_pos), ("k_positions", k_pos)):
-        if pos is not None:
-            check_index(op, name, pos)
-            others.append((name, pos))
-    for name, x in others:
-        check_same_device(op, name, x, "q", q)
-    check(same_size(q_offsets.shape[0], k_offsets.shape[0]),
-          lambda: f"{op}: q_offsets has {q_offsets.shape[0]} elements but k_offsets has {k_offsets.shape[0]}")
+        check_tensor(OP, name, x)
+        if x.dim() != 3:
+            raise ValueError(f"{OP}: {name} must be [rows, heads, head_dim], got {x.dim()}-D")
+        if x.dtype not in DTYPES:
+            raise ValueError(f"{OP}: {name} must be floating (fp64, fp32, bf16, fp16), got {x.dtype}")
+        if x.dtype != q.dtype:
+            raise ValueError(f"{OP}: {name} is {x.dtype} but q is {q.dtype}")
+    for name, index in (("q_offsets", q_offsets), ("k_offsets", k_offsets), ("q_positions", q_pos),
+                        ("k_positions", k_pos)):
+        if index is not None:
+            check_index(OP, name, index)
+            check_same_device(OP, name, index, "q", q)
+    check_same_device(OP, "k", k, "q", q)
+    check_same_device(OP, "v", v, "q", q)
+    if not same_size(q_offsets.shape[0], k_offsets.shape[0]):
+        raise ValueError(f"{OP}: q_offsets has {q_offsets.shape[0]} elements but k_offsets has {k_offsets.shape[0]}")
+
+
+def _check_options(q: Tensor, causal_align: str, positions: bool, window: tuple[int, int], dropout_p: float,
+                   seed: Tensor | None) -> None:
+    if causal_align not in ("top_left", "bottom_right"):
+        raise ValueError(f'{OP}: causal_align must be "top_left" or "bottom_right", got {causal_align!r}')
+    if causal_align == "bottom_right" and positions:
+        raise ValueError(f'{OP}: causal_align must be "top_left" when positions are given, got {causal_align!r}')
+    if len(window) != 2 or not all(type(w) is int and w >= -1 for w in window):
+        raise ValueError(f"{OP}: window must be two ints of at least -1, got {window!r}")
+    if not 0.0 <= dropout_p <= 1.0:
+        raise ValueError(f"{OP}: dropout_p must be in [0, 1], got {dropout_p}")
+    if dropout_p > 0.0:
+        if seed is None:
+            raise ValueError(f"{OP}: seed must be given when dropout_p > 0")
+        check_tensor(OP, "seed", seed)
+        if seed.dtype != torch.int64 or seed.dim() > 1 or not same_size(seed.numel(), 1):
+            raise ValueError(f"{OP}: seed must be one int64 element, got {seed.dtype} {list(seed.shape)}")
+        check_same_device(OP, "seed", seed, "q", q)
 
 
 def jagged_attention(
@@ -177,29 +195,16 @@ def jagged_attention(
         ValueError, TypeError: arguments of wrong rank, size, dtype, device or value; on the CPU also offsets that
             decrease or pass the rows.
     """
-    op = "jagged_attention"
     _check_tensors(q, k, v, q_offsets, k_offsets, q_positions, k_positions)
     _check_sizes(q, k, v, q_positions, k_positions)
-    check(causal_align in ("top_left", "bottom_right"),
-          lambda: f'{op}: causal_align must be "top_left" or "bottom_right", got {causal_align!r}')
-    bottom_right = causal_align == "bottom_right"
-    check(not bottom_right or (q_positions is None and k_positions is None),
-          lambda: f'{op}: causal_align must be "top_left" when positions are given, got {causal_align!r}')
-    check(len(window) == 2 and all(type(w) is int and w >= -1 for w in window),
-          lambda: f"{op}: window must be two ints of at least -1, got {window!r}")
-    check(0.0 <= dropout_p <= 1.0, lambda: f"{op}: dropout_p must be in [0, 1], got {dropout_p}")
-    if dropout_p > 0.0:
-        check(seed is not None, f"{op}: seed must be given when dropout_p > 0")
-        check_tensor(op, "seed", seed)
-        assert seed is not None
-        check(seed.dtype == torch.int64 and seed.dim() <= 1 and same_size(seed.numel(), 1),
-              lambda: f"{op}: seed must be one int64 element, got {seed.dtype} {list(seed.shape)}")
-        check_same_device(op, "seed", seed, "q", q)
+    positions = q_positions is not None or k_positions is not None
+    _check_options(q, causal_align, positions, window, dropout_p, seed)
     if scale is None:
-        check(q.shape[2] > 0, f"{op}: head_dim must be at least 1 when scale is not given, got 0")
+        if q.shape[2] == 0:
+            raise ValueError(f"{OP}: head_dim must be at least 1 when scale is not given, got 0")
         scale = 1.0 / math.sqrt(q.shape[2])
-    out, _ = _attention(q, k, v, q_offsets, k_offsets, max_q, max_k, float(scale), bool(causal), bottom_right,
-                        window[0], window[1], q_positions, k_positions, float(dropout_p),
+    out, _ = _attention(q, k, v, q_offsets, k_offsets, max_q, max_k, float(scale), bool(causal),
+                        causal_align == "bottom_right", window[0], window[1], q_positions, k_positions, float(dropout_p),
                         seed if dropout_p > 0.0 else None)
     return out
 

@@ -3,6 +3,7 @@
 Used by tests as the independent oracle, in fp64; shares nothing with the kernels but the dropout generator.
 """
 import math
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ def unpack(values: Tensor, index: Tensor, rows: int, fill: float = 0.0) -> Tenso
 
 def segment_sum(values: Tensor, offsets: Tensor) -> Tensor:
     bounds = offsets.tolist()
-    sums = [values[a:b].sum(0) for a, b in zip(bounds, bounds[1:], strict=False)]
+    sums = [values[a:b].sum(0) for a, b in pairwise(bounds)]
     return torch.stack(sums) if sums else values.new_zeros((0, *values.shape[1:]))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gemopt.kernels.cpu.segments import segment_sum_cpu
+from gemopt.kernels import segments as kernel
 from gemopt.ops.checks import check, check_index, check_same_device, check_tensor, same_size
 from gemopt.ops.naming import op_name
 
@@ -20,7 +20,7 @@ from gemopt.ops.naming import op_name
 def _segment_sum(values: Tensor, offsets: Tensor, row_to_seq: Tensor) -> Tensor:
     check(values.shape[0] == row_to_seq.shape[0],
           lambda: f"segment_sum: values has {values.shape[0]} rows but row_to_seq has {row_to_seq.shape[0]}")
-    return segment_sum_cpu(values, offsets)
+    return kernel.segment_sum(values, offsets)
 
 
 @_segment_sum.register_fake

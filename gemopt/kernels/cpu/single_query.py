@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gemopt.kernels.cpu.plan import SingleQueries
-from gemopt.kernels.cpu.segments import segment_sum_cpu
+from gemopt.kernels.segments import segment_sum
 from gemopt.kernels.spec import AttentionSpec
 from gemopt.ops import dropout as generator
 
@@ -74,7 +74,7 @@ def _lse(scores: Tensor, single: SingleQueries) -> Tensor:
     index = single.owner[:, None, None].expand_as(scores)
     top = scores.new_full(shape, float("-inf")).scatter_reduce_(0, index, scores, "amax")
     safe = top.masked_fill(top == float("-inf"), 0.0)
-    return segment_sum_cpu((scores - safe[single.owner]).exp_(), single.offsets).log_().add_(safe)
+    return segment_sum((scores - safe[single.owner]).exp_(), single.offsets).log_().add_(safe)
 
 
 def forward(
@@ -87,7 +87,7 @@ def forward(
     drop = _drop(single, spec, q.shape[1], dtype)
     if drop is not None:
         p.mul_(drop.view_as(p))
-    out = segment_sum_cpu(p.unsqueeze(-1) * dense.v, single.offsets)
+    out = segment_sum(p.unsqueeze(-1) * dense.v, single.offsets)
     return out.flatten(1, 2), lse.flatten(1, 2)
 
 
@@ -108,7 +108,7 @@ def backward(
         dp.mul_(drop.view_as(dp))
         weights = p * drop.view_as(p)
     ds = (p * dp.sub_(delta[owner])).mul_(spec.scale).unsqueeze(-1)
-    dq = segment_sum_cpu(ds * dense.k, single.offsets).flatten(1, 2)
+    dq = segment_sum(ds * dense.k, single.offsets).flatten(1, 2)
     return dq, _sum_sharing(dense.q.mul_(ds)), _sum_sharing(do.mul_(weights.unsqueeze(-1)))
 
 

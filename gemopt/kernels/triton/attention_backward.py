@@ -81,7 +81,7 @@ def attention_backward_kv(
         low, high = query_range(tile * BLOCK_K, tile * BLOCK_K + BLOCK_K - 1, shift, q_len, CAUSAL, LEFT, RIGHT,
                                 not (HAS_Q_POS or HAS_K_POS), BLOCK_Q)
         tiles = tl.maximum(tl.cdiv(high - low, BLOCK_Q), 0)
-        for step in range(0, tiles * sharing):  # all query tiles of the first sharing head, then the next head's
+        for step in range(tiles * sharing):  # all query tiles of the first sharing head, then the next head's
             head = kv_head * sharing + step // tiles
             first = low + (step % tiles) * BLOCK_Q
             rows = first + tl.arange(0, BLOCK_Q)

@@ -1,0 +1,115 @@
+"""The Triton kernels compile ahead of time for sm_90 and sm_100 without register spills.
+
+No GPU is needed: Triton emits PTX for any target, and the ptxas in its wheel reports registers and spills. The table
+holds the variants whose tiles were chosen for this; a new tile size in `config` has to pass here.
+"""
+import importlib.util
+import os
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("needs triton", allow_module_level=True)
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("needs compiled kernels", allow_module_level=True)
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from gemopt.kernels.spec import AttentionSpec
+from gemopt.kernels.triton import jagged_attention as launch
+from gemopt.kernels.triton.attention_backward import attention_backward_kv, attention_backward_q, attention_delta
+from gemopt.kernels.triton.attention_forward import attention_forward
+
+NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+KERNELS = {"forward": attention_forward, "backward_kv": attention_backward_kv, "backward_q": attention_backward_q}
+
+# (head_dim of q and k, of v, dtype, variant)
+TABLE = [
+    (16, 16, torch.bfloat16, "causal"),
+    (32, 32, torch.bfloat16, "causal"),
+    (64, 64, torch.bfloat16, "causal"),
+    (64, 64, torch.bfloat16, "everything"),
+    (128, 128, torch.bfloat16, "plain"),
+    (128, 128, torch.float16, "causal"),
+    (128, 128, torch.bfloat16, "everything"),
+    (64, 128, torch.bfloat16, "window"),
+    (256, 256, torch.bfloat16, "causal"),
+    (64, 64, torch.float32, "causal"),
+    (128, 128, torch.float32, "causal"),
+]
+
+
+def spec_of(variant: str) -> AttentionSpec:
+    some = torch.zeros(1, dtype=torch.int64)
+    everything = variant == "everything"
+    return AttentionSpec(
+        some, some, 1, 1, 1.0, variant in ("causal", "everything"), False, (8, -1) if variant == "window" else (-1, -1),
+        some if everything else None, some if everything else None, 0.1 if everything else 0.0,
+        some if everything else None)
+
+
+def signature_of(kernel: Any, dtype: torch.dtype, constexprs: dict[str, Any]) -> dict[str, str]:
+    """Types of the run-time arguments, by their names."""
+    signature = {}
+    for name in kernel.arg_names:
+        if name in constexprs:
+            signature[name] = "constexpr"
+        elif name in ("lse_ptr", "delta_ptr"):
+            signature[name] = "*fp32"
+        elif name in ("q_offsets_ptr", "k_offsets_ptr", "q_pos_ptr", "k_pos_ptr", "seed_ptr"):
+            signature[name] = "*i64"
+        elif name.endswith("_ptr"):
+            signature[name] = f"*{NAMES[dtype]}"
+        elif name in ("scale", "scale_log2", "multiplier"):
+            signature[name] = "fp32"
+        else:
+            signature[name] = "i32"
+    return signature
+
+
+def spilled_bytes(kernel: Any, dtype: torch.dtype, constexprs: dict[str, Any], capability: int, folder: Path,
+                  warps: int = 4, stages: int = 1) -> tuple[int, str]:
+    """Bytes of spill stores and loads, and what ptxas said."""
+    signature = signature_of(kernel, dtype, constexprs)
+    aligned = [i for i, (name, kind) in enumerate(signature.items())
+               if kind.startswith("*") or name.endswith("_stride")]  # head_dim is a multiple of 16 in the table
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs,
+                       attrs={(i,): [["tt.divisibility", 16]] for i in aligned})
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32),
+                              options={"num_warps": warps, "num_stages": stages})
+    ptx = folder / "kernel.ptx"
+    ptx.write_text(compiled.asm["ptx"])
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    ptxas = tools / ("ptxas-blackwell" if capability >= 100 and (tools / "ptxas-blackwell").exists() else "ptxas")
+    report = subprocess.run([ptxas, "-v", f"-arch=sm_{capability}a", ptx, "-o", os.devnull], check=True,
+                            capture_output=True, text=True).stderr
+    spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", report)
+    assert spills, report
+    return sum(map(int, spills)), report
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [90, 100])
+@pytest.mark.parametrize("row", TABLE, ids=lambda r: f"{r[0]}-{r[1]}-{NAMES[r[2]]}-{r[3]}")
+def test_attention_does_not_spill(row: tuple, capability: int, tmp_path: Path) -> None:
+    d, dv, dtype, variant = row
+    cfg = launch.config(max(d, dv), dtype)
+    for name, kernel in KERNELS.items():
+        blocks: launch.Blocks = getattr(cfg, name)
+        constexprs = launch.constants(d, dv, spec_of(variant), blocks, dtype)
+        spilled, report = spilled_bytes(kernel, dtype, constexprs, capability, tmp_path, blocks.warps, blocks.stages)
+        assert spilled == 0, f"{name}: {report}"
+
+
+@pytest.mark.parametrize("capability", [90, 100])
+def test_delta_does_not_spill(capability: int, tmp_path: Path) -> None:
+    constexprs = {"DV": 128, "BLOCK_DV": 128, "BLOCK_Q": 64}
+    spilled, report = spilled_bytes(attention_delta, torch.bfloat16, constexprs, capability, tmp_path)
+    assert spilled == 0, report

@@ -30,7 +30,7 @@ from gemopt.graph.attention import Site
 from gemopt.graph.live import Live
 from gemopt.graph.prologue import writable
 from gemopt.graph.rowsets import Rows, RowSets
-from gemopt.graph.slots import Access, Info, op_name, shape_of
+from gemopt.graph.slots import Access, Info, argument, op_name, shape_of
 from gemopt.graph.units import plain_slots
 
 _FILL = 0.5
@@ -219,6 +219,10 @@ def _packed_form(node: fx.Node, info: Info, rows: Rows) -> bool:
             return False
     if info.kind == "loss":
         return set(rows.slots) == set(range(len(info.sizes)))
+    if info.kind in ("slice", "cat"):
+        shape = info.dim_slots()
+        if row_slots & set(shape[argument(node, "dim") % len(shape)]):
+            return False  # it cuts or lengthens the rows themselves
     if info.kind in ("cat", "stack"):
         return all(set(plain_slots(a)) & row_slots for a in info.accesses)
     return name != "aten.unflatten" or bool(info.dims)

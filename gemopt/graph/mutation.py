@@ -45,27 +45,35 @@ def tainted(graph: fx.Graph) -> set[fx.Node]:
 def functionalise(graph: fx.Graph) -> None:
     """Replace ``y = x.op_(..)`` by ``y = x.op(..)`` where ``x`` is local and its older views are not read again."""
     order = {n: i for i, n in enumerate(graph.nodes)}
-    sharing: dict[int, list[fx.Node]] = defaultdict(list)
+    group_of: dict[fx.Node, list[fx.Node]] = {}
+    by_storage: dict[int, list[fx.Node]] = defaultdict(list)
     for node in graph.nodes:
         storage = storage_of(node)
         if storage is not None:
-            sharing[storage].append(node)
+            by_storage[storage].append(node)
+            group_of[node] = by_storage[storage]
     for node in list(graph.nodes):
         written = mutated_arguments(node)
         if len(written) != 1 or written[0] is not node.args[0]:
             continue
         x = written[0]
-        functional = _functional(node)
-        group = sharing.get(storage_of(x) or 0, [])
-        if functional is None or any(n.op in ("placeholder", "get_attr") for n in group):
-            continue
-        before = [n for n in group if order[n] < order[node] and n is not x]
-        if any(order[u] > order[node] for n in before for u in n.users):
-            continue
-        if x.meta["val"].dtype != node.meta["val"].dtype or _is_view(x, group):
+        functional, group = _functional(node), group_of.get(x, [])
+        if functional is None or not _is_local(x, node, group, order):
             continue
         node.target = functional
         x.replace_all_uses_with(node, delete_user_cb=lambda u, n=node: order[u] > order[n])  # type: ignore[misc]
+        fresh = [node, *(n for n in group if order[n] > order[node])]  # the result has a storage of its own now
+        group_of.update(dict.fromkeys(fresh, fresh))
+
+
+def _is_local(x: fx.Node, node: fx.Node, group: list[fx.Node], order: dict[fx.Node, int]) -> bool:
+    """Whether ``x`` owns its storage, is no input, and no older alias of it is read after the write."""
+    if not group or group[0] is not x or any(n.op in ("placeholder", "get_attr") for n in group):
+        return False
+    older = [n for n in group if order[n] < order[node] and n is not x]
+    if any(order[u] > order[node] for n in older for u in n.users):
+        return False
+    return x.meta["val"].dtype == node.meta["val"].dtype
 
 
 def _functional(node: fx.Node) -> torch._ops.OpOverload | None:
@@ -81,8 +89,3 @@ def _functional(node: fx.Node) -> torch._ops.OpOverload | None:
         return None
     same = [a.name for a in found._schema.arguments] == [a.name for a in target._schema.arguments]
     return found if same else None
-
-
-def _is_view(x: fx.Node, group: list[fx.Node]) -> bool:
-    """Whether writing ``x`` writes a tensor of another node that came before it."""
-    return not group or group[0] is not x

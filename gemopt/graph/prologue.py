@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from gemopt.graph import terms as t
-from gemopt.graph.slots import expr_of, is_tensor
+from gemopt.graph.slots import expr_of, is_tensor, shifted_slot
 from gemopt.graph.terms import Term
 
 aten = torch.ops.aten
@@ -139,14 +139,30 @@ class TermWriter:
         if value.dtype in (torch.int32,):
             node = self.call(aten._to_copy.default, node, dtype=torch.int64)
         extents = [expr_of(value.shape[d]) for d in present]
-        plain = len(set(indices)) == len(indices) and all(
-            i.op == "slot" and axes[i.args[0]] == extent for i, extent in zip(indices, extents, strict=True)
-        )
-        if plain:
-            return self._place(node, [i.args[0] for i in indices], len(axes))
-        if not indices:
-            return node
-        return self.call(aten.index.Tensor, node, [self.write(i, axes) for i in indices])
+        shifts = [shifted_slot(i) for i in indices]
+        plain = [s for s in shifts if s is not None]
+        if len(plain) == len(indices) == len({j for j, _ in plain}):
+            node = self._shifted(node, plain, extents, axes)
+            return self._place(node, [j for j, _ in plain], len(axes))
+        return self.call(aten.index.Tensor, node, [self._inside(*x, axes) for x in zip(indices, extents, strict=True)])
+
+    def _shifted(
+        self, node: fx.Node, shifts: Sequence[tuple[int, int]], extents: Sequence[sympy.Expr], axes: Sequence[sympy.Expr]
+    ) -> fx.Node:
+        """``node[j + c, ..]`` for every j of the axes. A demand that went back through a slice may ask for positions
+        outside (nobody reads the rows in question): they read 0."""
+        pads: list[fx.Node | int] = []
+        for (j, c), extent in zip(reversed(shifts), reversed(extents), strict=True):
+            pads += [-c, self.sizes[axes[j] + c - extent]]
+        return self.call(aten.constant_pad_nd.default, node, pads) if any(p != 0 for p in pads) else node
+
+    def _inside(self, index: Term, extent: sympy.Expr, axes: Sequence[sympy.Expr]) -> fx.Node:
+        """An index that the term itself makes stays inside; one that is data may raise, as in eager."""
+        position = self.write(index, axes)
+        if index.leaves:
+            return position
+        last = self.call(aten.add.Tensor, self._constant(self.sizes[extent], torch.int64), -1)
+        return self.call(aten.minimum.default, self.call(aten.clamp_min.default, position, 0), last)
 
     def _linear(self, term: Term, axes: Sequence[sympy.Expr]) -> fx.Node:
         parts, constant = t.as_linear(term)

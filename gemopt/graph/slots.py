@@ -147,7 +147,7 @@ def backward(p: Term, access: Access, out_sizes: Sequence[sympy.Expr], in_sizes:
     for i, expr in enumerate(access.exprs):
         if expr is None:
             continue
-        shift = _shifted_slot(expr)
+        shift = shifted_slot(expr)
         if shift is not None and shift[0] not in inverse:
             j, c = shift
             inverse[j] = t.sub(t.slot(i), t.const(c))
@@ -172,7 +172,7 @@ def _is_stack(size: sympy.Expr) -> bool:
     return bool(size.is_Integer) and size < _SMALLEST_ROW_AXIS
 
 
-def _shifted_slot(expr: Term) -> tuple[int, int] | None:
+def shifted_slot(expr: Term) -> tuple[int, int] | None:
     """(j, c) of ``slot(j) + c``."""
     parts, c = t.as_linear(expr)
     if len(parts) == 1:

@@ -80,6 +80,8 @@ class Values:
         dtype = node.meta["val"].dtype
         if dtype.is_floating_point or dtype.is_complex or not self._computable(node):
             return None
+        if any(len(dim) > 1 for dim in self._info(node).dims):
+            return None  # the prologue reads leaves dim by dim
         first = self._representative.setdefault(self._key(node), node)
         self.leaf_nodes[first.name] = first
         indices = [t.slot(i) for i in range(len(self._info(node).sizes))]

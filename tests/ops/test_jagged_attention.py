@@ -223,7 +223,7 @@ def _call(**changes: object) -> torch.Tensor:
     ({"dropout_p": 1.5}, "dropout_p must be in"),
     ({"dropout_p": 0.5}, "seed must be given"),
     ({"dropout_p": 0.5, "seed": torch.tensor(1.0)}, "seed must be one int64 element"),
-    ({"q": torch.zeros(5, 4, 8, device="meta")}, "k is on cpu but q is on meta"),
+    ({"q": torch.zeros(5, 4, 8, device="meta")}, "is on cpu but q is on meta"),
 ])
 def test_bad_arguments(changes: dict, message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):

@@ -36,12 +36,14 @@ def _mask(group: Group, spec: AttentionSpec) -> math_path.Mask:
     q_pos, k_pos = torch.arange(group.q.length)[None], torch.arange(group.k.length)[None]
     if spec.q_positions is not None:
         q_pos = group.q.take(spec.q_positions).to(torch.int64)
-    elif spec.bottom_right:
+    elif spec.bottom_right and not group.square:
         q_pos = q_pos + (group.k.lens - group.q.lens)[:, None]
     if spec.k_positions is not None:
         k_pos = group.k.take(spec.k_positions).to(torch.int64)
-    valid = group.k.valid if group.k.ragged else None
-    return math_path.Mask(q_pos, k_pos, valid, spec.causal, spec.window)
+    by_row = spec.q_positions is None and spec.k_positions is None and (group.square or not spec.bottom_right)
+    hidden = spec.causal and by_row and group.causal_hides_padding
+    valid = group.k.valid if group.k.ragged and not hidden else None
+    return math_path.Mask(q_pos, k_pos, valid, spec.causal, spec.window, by_row)
 
 
 def _flash_mask(group: Group, spec: AttentionSpec, dtype: torch.dtype) -> tuple[Tensor | None, bool]:
@@ -55,7 +57,7 @@ def _flash_mask(group: Group, spec: AttentionSpec, dtype: torch.dtype) -> tuple[
     return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, float("-inf")), False
 
 
-def _dropout(group: Group, spec: AttentionSpec, heads: int, dtype: torch.dtype) -> math_path.Dropout | None:
+def _dropout(group: Group, spec: AttentionSpec, heads: int) -> math_path.Dropout | None:
     if spec.dropout_p == 0.0:
         return None
     assert spec.seed is not None
@@ -63,11 +65,10 @@ def _dropout(group: Group, spec: AttentionSpec, heads: int, dtype: torch.dtype) 
     a, b = (w.transpose(0, 1).unsqueeze(-1) for w in generator.row_keys(spec.seed, heads, rows))  # [n, H, Lq, 1]
     k_rows = torch.arange(group.k.length, dtype=torch.int32)
 
-    def block(first: int, last: int) -> Tensor:
-        keep = generator.keep_mask(a[:, :, first:last], b[:, :, first:last], k_rows, spec.dropout_p)
-        return keep.to(dtype).mul_(generator.multiplier(spec.dropout_p))
+    def keep(first: int, last: int, keys: int) -> Tensor:
+        return generator.keep_mask(a[:, :, first:last], b[:, :, first:last], k_rows[:keys], spec.dropout_p)
 
-    return block
+    return math_path.Dropout(keep, generator.multiplier(spec.dropout_p))
 
 
 def _buffer(like: Tensor, shape: tuple[int, ...], covered: bool) -> Tensor:
@@ -121,7 +122,7 @@ def _group_forward(
         return flash_path.forward(qd, kd, vd, mask, causal, spec.scale)
     sharing = q.shape[1] // k.shape[1]
     kd, vd = (x.repeat_interleave(sharing, dim=1) for x in (kd, vd))
-    return math_path.forward(qd, kd, vd, _mask(group, spec), spec.scale, _dropout(group, spec, q.shape[1], dtype))
+    return math_path.forward(qd, kd, vd, _mask(group, spec), spec.scale, _dropout(group, spec, q.shape[1]))
 
 
 def backward(
@@ -165,7 +166,7 @@ def _group_backward(
     heads, kv_heads = q.shape[1], k.shape[1]
     kd, vd = (x.repeat_interleave(heads // kv_heads, dim=1) for x in (kd, vd))
     gq, gk, gv = math_path.backward(
-        do, qd, kd, vd, od, l, _mask(group, spec), spec.scale, _dropout(group, spec, heads, dtype))
+        do, qd, kd, vd, od, l, _mask(group, spec), spec.scale, _dropout(group, spec, heads))
     if heads != kv_heads:
         gk, gv = (x.unflatten(1, (kv_heads, -1)).sum(2) for x in (gk, gv))
     return gq, gk, gv

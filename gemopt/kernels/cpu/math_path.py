@@ -1,11 +1,12 @@
 """Attention of one dense group by explicit scores: any mask, window, positions, dropout, dtype and head sizes.
 
-    S = scale * Q K^T            P = exp(S - lse) where visible, else 0        O = (P * drop) V
-    dP = (dO V^T) * drop         dS = P * (dP - rowsum(dO * O))
-    dQ = scale * dS K            dK = scale * dS^T Q                           dV = (P * drop)^T dO
+    S = scale * Q K^T            P = exp(S - lse) where visible, else 0        O = r (keep P) V
+    dP = r keep (dO V^T)         dS = P * (dP - rowsum(dO * O))
+    dQ = scale * dS K            dK = scale * dS^T Q                           dV = r (keep P)^T dO
 
-`drop` is 0 or 1/(1-p). A row that sees no key has lse = -inf, O = 0 and no gradient. Queries run in blocks, so that the
-scores of a block stay in the cache and the memory is linear in the length.
+`keep` is the dropout mask and r = 1/(1-p). A row that sees no key has O = 0 and no gradient. Queries run in blocks, so
+that the scores of a block stay in the cache and memory is linear in the length; under plain causality a block meets only
+the keys up to its last query.
 """
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,7 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-SCORES_PER_BLOCK = 1 << 20
+SCORES_PER_BLOCK = 1 << 17
+NEVER = float("-inf")
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,7 @@ class Mask:
     """Which keys a query sees, all as dense group tensors.
 
     q_pos: int64 `[n or 1, Lq]`; k_pos: int64 `[n or 1, Lk]`; k_valid: bool `[n, Lk]` or None when no key is padding.
+    by_row: positions are row numbers from both starts.
     """
 
     q_pos: Tensor
@@ -28,12 +31,19 @@ class Mask:
     k_valid: Tensor | None
     causal: bool
     window: tuple[int, int]
+    by_row: bool
+
+    def reach(self, last: int) -> int:
+        """How many keys the queries before `last` can see at most."""
+        keys = self.k_pos.shape[1]
+        return min(last, keys) if self.causal and self.by_row else keys
 
     def block(self, a: int, b: int) -> Tensor | None:
-        """bool `[n or 1, 1, b - a, Lk]`, True where visible; None when everything is."""
-        q, k = self.q_pos[:, a:b, None], self.k_pos[:, None, :]
+        """bool `[n or 1, 1, b - a, reach(b)]`, True where visible; None when everything is."""
+        keys = self.reach(b)
+        q, k = self.q_pos[:, a:b, None], self.k_pos[:, None, :keys]
         left, right = self.window
-        terms = [] if self.k_valid is None else [self.k_valid[:, None, :]]
+        terms = [] if self.k_valid is None else [self.k_valid[:, None, :keys]]
         if self.causal:
             terms.append(k <= q)
         if left >= 0:
@@ -48,7 +58,12 @@ class Mask:
         return seen.unsqueeze(1)
 
 
-Dropout = Callable[[int, int], Tensor]  # (first, last query of the block) → 0 or 1/(1-p), `[n, H, b - a, Lk]`
+@dataclass(frozen=True)
+class Dropout:
+    """keep(a, b, keys): bool `[n, H, b - a, keys]`, which weights of queries a..b survive; they count `multiplier`."""
+
+    keep: Callable[[int, int, int], Tensor]
+    multiplier: float
 
 
 def _blocks(lq: int, row_cost: int) -> Iterator[tuple[int, int]]:
@@ -57,26 +72,33 @@ def _blocks(lq: int, row_cost: int) -> Iterator[tuple[int, int]]:
         yield a, min(a + step, lq)
 
 
-def _scores(q: Tensor, k: Tensor, mask: Mask, a: int, b: int, scale: float) -> tuple[Tensor, Tensor | None]:
-    s = (q[:, :, a:b] * scale) @ k.transpose(-2, -1)
+def _scores(q: Tensor, k: Tensor, mask: Mask, a: int, b: int) -> Tensor:
+    """Masked scores of queries that carry the scale already."""
+    s = q[:, :, a:b] @ k[:, :, : mask.reach(b)].transpose(-2, -1)
     seen = mask.block(a, b)
-    if seen is not None:
-        s = s.masked_fill_(~seen, float("-inf"))
-    return s, seen
+    return s if seen is None else s.masked_fill_(~seen, NEVER)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, dropout: Dropout | None) -> tuple[Tensor, Tensor]:
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, dropout: Dropout | None
+) -> tuple[Tensor, Tensor]:
     """q `[n, H, Lq, D]`, k `[n, H, Lk, D]`, v `[n, H, Lk, Dv]` → out `[n, H, Lq, Dv]`, lse `[n, H, Lq]`."""
     n, heads, lq, _ = q.shape
     out, lse = q.new_empty((n, heads, lq, v.shape[-1])), q.new_empty((n, heads, lq))
+    q = q * scale
     for a, b in _blocks(lq, n * heads * k.shape[2]):
-        s, _ = _scores(q, k, mask, a, b, scale)
-        block_lse = s.logsumexp(-1)
-        p = s.sub_(block_lse.masked_fill(block_lse == float("-inf"), 0.0)[..., None]).exp_()
+        s = _scores(q, k, mask, a, b)
+        keys = s.shape[-1]
+        top = s.amax(-1, keepdim=True)
+        top.masked_fill_(top == NEVER, 0.0)
+        p = s.sub_(top).exp_()
+        total = p.sum(-1, keepdim=True)
+        lse[:, :, a:b] = (total.log() + top).squeeze(-1)
+        total.masked_fill_(total == 0, 1.0)
         if dropout is not None:
-            p = p.mul_(dropout(a, b))
-        out[:, :, a:b] = p @ v
-        lse[:, :, a:b] = block_lse
+            p.mul_(dropout.keep(a, b, keys))
+            total.div_(dropout.multiplier)  # by 0 for p = 1: out is then 0 / inf
+        torch.div(p @ v[:, :, :keys], total, out=out[:, :, a:b])
     return out, lse
 
 
@@ -87,20 +109,21 @@ def backward(
     """Gradients of q, k, v; padding queries must come with `dout` 0."""
     n, heads, lq, _ = q.shape
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    lse = lse.masked_fill(lse == float("-inf"), 0.0)
-    delta = (dout * out).sum(-1)
+    q = q * scale
+    lse = lse.masked_fill(lse == NEVER, 0.0).unsqueeze(-1)
+    delta = (dout * out).sum(-1, keepdim=True)
     for a, b in _blocks(lq, n * heads * k.shape[2]):
-        s, _ = _scores(q, k, mask, a, b, scale)
-        p = s.sub_(lse[:, :, a:b, None]).exp_()
+        p = _scores(q, k, mask, a, b).sub_(lse[:, :, a:b]).exp_()
+        keys = p.shape[-1]
         do = dout[:, :, a:b]
-        dp = do @ v.transpose(-2, -1)
-        if dropout is None:
-            dv += p.transpose(-2, -1) @ do
-        else:
-            drop = dropout(a, b)
-            dp = dp.mul_(drop)
-            dv += (p * drop).transpose(-2, -1) @ do
-        ds = p.mul_(dp.sub_(delta[:, :, a:b, None])).mul_(scale)
-        dq[:, :, a:b] = ds @ k
-        dk += ds.transpose(-2, -1) @ q[:, :, a:b]
+        dp = do @ v[:, :, :keys].transpose(-2, -1)
+        weights = p
+        if dropout is not None:
+            keep = dropout.keep(a, b, keys)
+            dp.mul_(keep).mul_(dropout.multiplier)
+            weights = (p * keep).mul_(dropout.multiplier)
+        dv[:, :, :keys] += weights.transpose(-2, -1) @ do
+        ds = p.mul_(dp.sub_(delta[:, :, a:b]))
+        torch.mul(ds @ k[:, :, :keys], scale, out=dq[:, :, a:b])
+        dk[:, :, :keys] += ds.transpose(-2, -1) @ q[:, :, a:b]
     return dq, dk, dv

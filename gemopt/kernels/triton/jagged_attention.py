@@ -38,20 +38,32 @@ class Config:
     backward_q: Blocks
 
 
-def config(head_dim: int, dtype: torch.dtype, interpreted: bool = False) -> Config:
-    """Tiles that fit without register spills on sm_90 and sm_100 (tests/kernels/test_aot.py)."""
+def config(head_dim: int, dtype: torch.dtype, heavy: bool = False, interpreted: bool = False) -> Config:
+    """Tiles that fit without register spills on sm_90 and sm_100 (tests/kernels/test_aot.py).
+
+    `heavy`: positions or dropout need registers too. fp32 products are exact, made of scalar multiply-adds; above
+    head_dim 128 their backward spills.
+    """
     if interpreted:
         blocks = Blocks(32, 64, 4, 1)  # the interpreter's time goes by tiles
         return Config(blocks, blocks, blocks)
     if dtype == torch.float32:
         if head_dim <= 64:
-            return Config(Blocks(32, 32, 4, 2), Blocks(32, 32, 4, 1), Blocks(32, 32, 4, 1))
-        return Config(Blocks(32, 32, 8, 1), Blocks(16, 32, 8, 1), Blocks(32, 16, 8, 1))
+            return Config(Blocks(32, 32, 4, 2), Blocks(16, 32, 8, 1), Blocks(32, 32, 4, 1))
+        return Config(Blocks(32, 32, 8, 1), Blocks(16, 16, 8, 1), Blocks(32, 16, 8, 1))
     if head_dim <= 64:
+        if heavy:
+            return Config(Blocks(64, 64, 4, 2), Blocks(32, 32, 4, 2), Blocks(64, 64, 8, 2))
         return Config(Blocks(128, 64, 8, 3), Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2))
     if head_dim <= 128:
-        return Config(Blocks(128, 64, 8, 2), Blocks(64, 64, 8, 2), Blocks(64, 64, 8, 2))
-    return Config(Blocks(64, 64, 8, 1), Blocks(32, 64, 8, 1), Blocks(64, 32, 8, 1))
+        if heavy:
+            return Config(Blocks(64, 64, 8, 2), Blocks(64, 32, 8, 2), Blocks(64, 32, 8, 2))
+        return Config(Blocks(128, 64, 8, 2), Blocks(64, 32, 8, 2), Blocks(64, 64, 8, 2))
+    return Config(Blocks(64, 32, 8, 1), Blocks(32, 32, 8, 1), Blocks(32, 16, 8, 1))
+
+
+def is_heavy(spec: AttentionSpec) -> bool:
+    return spec.dropout_p > 0 or spec.q_positions is not None or spec.k_positions is not None
 
 
 def is_interpreted() -> bool:
@@ -112,7 +124,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tenso
     if out.numel() == 0:
         return out, lse
     spec = _drop_unused(spec)
-    blocks = config(max(d, dv), q.dtype, is_interpreted()).forward
+    blocks = config(max(d, dv), q.dtype, is_heavy(spec), is_interpreted()).forward
     batch = spec.q_offsets.shape[0] - 1
     scale_log2, threshold, multiplier = _numbers(spec)
     grid = (max(1, triton.cdiv(spec.max_q, blocks.q)), heads, batch + 1)
@@ -141,7 +153,7 @@ def backward(
     (rows, heads, d), kv_heads, dv = q.shape, k.shape[1], v.shape[2]
     dq, dk, dv_ = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     spec = _drop_unused(spec)
-    cfg = config(max(d, dv), q.dtype, is_interpreted())
+    cfg = config(max(d, dv), q.dtype, is_heavy(spec), is_interpreted())
     batch = spec.q_offsets.shape[0] - 1
     scale_log2, threshold, multiplier = _numbers(spec)
     delta = torch.empty_like(lse)

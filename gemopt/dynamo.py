@@ -1,13 +1,14 @@
 """The seam to Dynamo: settings that hold while Dynamo compiles *our* frames, and nowhere else.
 
-gemopt's contract is one graph for all batch sizes and lengths of at least 2. Three settings stand in its way:
+gemopt's contract is one graph for all batch sizes and lengths of at least 2. These settings stand in its way:
 
 - duck shaping gives equal sizes one symbol, so a first batch with B == L would be a graph for square batches;
 - Python floats (an attention scale, a dropout probability) become 0-d tensor inputs plus ``aten.item`` under
   dynamic shapes, which hides constants from the analyses and compiles twice;
+- ``x[mask]`` breaks the graph, and the padded ``x`` becomes an output of its first half;
 - sizes count as static until they change.
 
-The last is ``dynamic=True``. The first two are global settings. They are read only while a frame is being
+The last is ``dynamic=True``. The first three are global settings. They are read only while a frame is being
 compiled, and every compilation goes through one callback, which Dynamo's C code calls on a cache miss.
 Wrapping that callback scopes the settings exactly: nothing to pay on a cache hit, no guard on them, and no
 other user of torch.compile sees them.
@@ -60,6 +61,7 @@ class ScopedCallback:
             stack.enter_context(
                 torch._dynamo.config.patch(
                     specialize_float=mine < _MAX_FLOAT_COMPILATIONS,
+                    capture_dynamic_output_shape_ops=True,
                     recompile_limit=torch._dynamo.config.recompile_limit + all_ - mine,
                     accumulated_recompile_limit=torch._dynamo.config.accumulated_recompile_limit
                     + all_

@@ -374,6 +374,8 @@ def index(node: fx.Node, ctx: Context) -> Info:
     info, shape = ctx.info(x), shape_of(node)
     while indices and indices[-1] is None:
         indices = indices[:-1]
+    if len(indices) == 1 and is_tensor(indices[0]) and indices[0].meta["val"].dtype == torch.bool:  # type: ignore[union-attr]
+        return _boolean_index(node, ctx, x, indices[0])  # type: ignore[arg-type]
     if not indices or any(not is_tensor(i) or i.meta["val"].dtype in (torch.bool, torch.uint8) for i in indices):  # type: ignore[union-attr]
         raise NotUnderstood("index by a boolean mask or with gaps")
     tensors: list[fx.Node] = list(indices)  # type: ignore[arg-type]
@@ -395,6 +397,20 @@ def index(node: fx.Node, ctx: Context) -> Info:
     accesses = [Access(x, tuple(exprs))]
     accesses += [Access(i, e) for i, e in zip(tensors, lead_exprs, strict=True)]
     return Info(dims, tuple(accesses), "gather")
+
+
+def _boolean_index(node: fx.Node, ctx: Context, x: fx.Node, mask: fx.Node) -> Info:
+    """``x[mask]``: one axis of the rows where the mask holds, in row-major order, then the dims the mask does not cover."""
+    info, own = ctx.info(x), ctx.info(mask)
+    covered = len(own.dims)
+    if info.dims[:covered] != own.dims:
+        raise NotUnderstood("a boolean index whose dims are merged differently")
+    tail = info.dims[covered:]
+    first = sum(map(len, own.dims))
+    lead = fresh([shape_of(node)[0]])
+    exprs = (None,) * first + tuple(t.slot(len(lead[0]) + k) for k in range(sum(map(len, tail))))
+    accesses = (Access(x, exprs), Access(mask, (None,) * first))
+    return Info(lead + tail, accesses, "boolean_index")
 
 
 def forward_value(value: Term, exprs: Exprs) -> Term | None:

@@ -36,6 +36,8 @@ from gemopt.graph.units import plain_slots
 _FILL = 0.5
 _FLOPS_PER_BYTE = 16.0
 _UNKNOWN_SIZE = 64
+# Kinds of readers that take a packed operand although their result has no row axes (graph/sinks.py).
+_ABSORBING = frozenset(("reduction", "gather", "select", "loss", "boolean_index"))
 _ROW_KINDS = frozenset(
     ["pointwise", "view", "expand", "linear", "mixing", "embedding", "select", "slice", "cat", "stack", "reduction", "loss"]
 )
@@ -149,7 +151,7 @@ class Layout:
         return (
             user.op == "call_function"
             and user in self.known.infos
-            and self.known.info(user).kind in ("reduction", "gather", "select", "loss")
+            and self.known.info(user).kind in _ABSORBING
         )
 
     def _operands(self, node: fx.Node) -> list[fx.Node]:

@@ -10,6 +10,7 @@ at an operand in some rows alone:
     where(c, x, y)          x where c, y where not c
     attention               keys and values where the key mask holds; queries where the output is wanted
     cross entropy, reduced  rows whose target is not ignored
+    x[mask]                 rows where the mask holds
 
 Index-like tensors (integers, booleans, float masks whose value is known) are always live as a whole: they are small, and a
 fact must hold of the padded tensor too, whose masking op reads its mask in the very rows that the fact declares constant.
@@ -99,6 +100,9 @@ class Live:
             if condition is not None and node.args[1] is not node.args[2]:
                 chosen = t.truth(condition) if access.operand is node.args[1] else t.not_(t.truth(condition))
                 need = t.and_(need, chosen)
+        if self.known.info(node).kind == "boolean_index" and access is self.known.operands(node)[0]:
+            mask = self.known.value(self.known.operands(node)[1].operand)
+            return t.TRUE if mask is None else t.truth(mask)  # the mask's slots are the first of x
         if self.known.info(node).kind == "loss" and argument(node, "reduction") != 0:
             rows = self._loss_rows(node, access)
             if rows is not None:

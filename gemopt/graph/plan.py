@@ -38,7 +38,11 @@ class Bit:
 
 
 def subset_bit(subset: Subset) -> Bit:
-    return Bit(t.or_(t.not_(subset.small), subset.big), subset.sizes, str(subset))
+    """Tested over the slots that the two predicates speak of; the others (heads, say) would only repeat it."""
+    holds = t.or_(t.not_(subset.small), subset.big)
+    used = sorted(holds.slots)
+    over_used = t.substitute(holds, {s: t.slot(i) for i, s in enumerate(used)})
+    return Bit(over_used, tuple(subset.sizes[s] for s in used), str(subset))
 
 
 def range_bits(extras: Sequence[Extra]) -> list[Bit]:

@@ -30,6 +30,8 @@ def absorb(emitter: Emitter, node: fx.Node) -> fx.Node | None:
     if not is_tensor(node):
         return None
     kind = emitter.known.info(node).kind
+    if kind == "boolean_index":
+        return _boolean_index(emitter, node)
     operands = [a.operand for a in emitter.known.operands(node)]
     if not operands or operands[0] not in emitter.phys:
         return None
@@ -110,6 +112,20 @@ def _gather(emitter: Emitter, node: fx.Node) -> fx.Node | None:
     )
     tensor = emitter.call(aten.index_select.default, emitter.phys[access.operand], 0, selection)
     return emitter.spread(tensor, units, node)
+
+
+def _boolean_index(emitter: Emitter, node: fx.Node) -> fx.Node | None:
+    """``x[mask]`` is a packed tensor. Every such index by one mask becomes rows of one set, so that they stay of one size."""
+    source, by = emitter.known.operands(node)
+    mask = emitter.known.value(by.operand)
+    if mask is None or not writable(t.truth(mask)):
+        return None
+    info = emitter.known.info(source.operand)
+    covered = tuple(range(len(emitter.known.info(by.operand).sizes)))
+    rows = emitter.layout.sets.of(t.truth(mask), info.sizes, token=covered[-1])
+    if rows is None or rows.slots != covered:
+        return None
+    return emitter.rows_of(source.operand, rows.slots, rows.set)
 
 
 def _loss(emitter: Emitter, node: fx.Node) -> fx.Node | None:

@@ -37,9 +37,7 @@ def lines() -> list[tuple[int, int, int, int]]:
 def test_tables(movielens, lines):
     assert len(movielens.event_user) == 100_000 and len(movielens.user_age) == 944
     assert len(movielens.item_year) == 1683
-    mine = zip(
-        movielens.event_user, movielens.event_item, movielens.event_rating, movielens.event_time, strict=True
-    )
+    mine = zip(movielens.event_user, movielens.event_item, movielens.event_rating, movielens.event_time, strict=True)
     assert sorted(tuple(map(int, row)) for row in mine) == sorted(lines)
     for name, array in (("item_year", movielens.item_year), ("genre", movielens.item_genres)):
         assert array.min() == 0 and array.max() == movielens.vocabulary[name] - 1
@@ -75,9 +73,7 @@ def test_collate_against_a_loop(movielens, lines, max_len, pad_to):
         assert (batch["item_genres"][row].numpy() == movielens.item_genres[item]).all()
         for name, levels in KINDS.items():
             # the file's order breaks ties, so compare multisets of (time bucket, item)
-            before = sorted(
-                ((t, i) for t, i, r in by_user[user] if t < now and r in levels), key=lambda e: e[0]
-            )
+            before = sorted(((t, i) for t, i, r in by_user[user] if t < now and r in levels), key=lambda e: e[0])
             length, width = int(batch[f"{name}_length"][row]), batch[f"{name}_item"].shape[1]
             limit = min(max_len, pad_to) if isinstance(pad_to, int) else max_len
             assert length == min(len(before), limit) <= width
@@ -112,9 +108,7 @@ def test_an_epoch_is_a_permutation(movielens, order):
     first = torch.cat([b["item_id"] * 1000 + b["user_id"] for b in batches])
     second = torch.cat([b["item_id"] * 1000 + b["user_id"] for b in batches])
     everything = torch.from_numpy(samples.features["item_id"] * 1000 + samples.features["user_id"])
-    assert torch.equal(first.sort()[0], everything.sort()[0]) and torch.equal(
-        second.sort()[0], first.sort()[0]
-    )
+    assert torch.equal(first.sort()[0], everything.sort()[0]) and torch.equal(second.sort()[0], first.sort()[0])
     assert torch.equal(first, second) == (order == "file")
     assert batches.epoch == 2 and len(batches) == -(-len(samples) // 1000)
 
@@ -122,9 +116,7 @@ def test_an_epoch_is_a_permutation(movielens, order):
 def test_sorting_by_length_saves_padding(movielens):
     samples = movielens.samples("valid", max_len=200, histories=("all",))
     width = {
-        order: np.mean(
-            [b["all_item"].shape[1] for b in BatchIterator(samples, 64, order=order, pad_to="batch")]
-        )
+        order: np.mean([b["all_item"].shape[1] for b in BatchIterator(samples, 64, order=order, pad_to="batch")])
         for order in ("shuffled", "by_length")
     }
     assert width["by_length"] < 0.7 * width["shuffled"]

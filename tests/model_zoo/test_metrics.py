@@ -26,9 +26,7 @@ def test_against_brute_force(pairs):
         wins = sum(float(a > b) + 0.5 * float(a == b) for a in clicks for b in others)
         assert got.auc == pytest.approx(wins / (len(clicks) * len(others)), abs=1e-12)
         rate = y.mean()
-        assert got.ne == pytest.approx(
-            loss / -(rate * math.log(rate) + (1 - rate) * math.log(1 - rate)), rel=1e-9
-        )
+        assert got.ne == pytest.approx(loss / -(rate * math.log(rate) + (1 - rate) * math.log(1 - rate)), rel=1e-9)
     expected = sum(p) / len(clicks) if len(clicks) else math.inf
     assert got.calibration == pytest.approx(expected, rel=1e-9)
 

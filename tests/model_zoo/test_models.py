@@ -13,21 +13,13 @@ VOCABULARY = {
 HISTORIES = ("liked", "disliked")
 
 
-def ragged_batch(
-    lengths: dict[str, list[int]], width: dict[str, int], seed: int = 0
-) -> dict[str, torch.Tensor]:
+def ragged_batch(lengths: dict[str, list[int]], width: dict[str, int], seed: int = 0) -> dict[str, torch.Tensor]:
     """A batch whose events depend on the seed, the history and the sample alone, not on the padded width."""
     n = len(next(iter(lengths.values())))
     rng = np.random.default_rng(seed)
-    batch = {
-        k: torch.from_numpy(rng.integers(1, VOCABULARY[k], n))
-        for k in VOCABULARY
-        if k not in ("genre", "gap")
-    }
+    batch = {k: torch.from_numpy(rng.integers(1, VOCABULARY[k], n)) for k in VOCABULARY if k not in ("genre", "gap")}
     genres = rng.integers(0, VOCABULARY["genre"], (n, 3))
-    batch["item_genres"] = torch.from_numpy(
-        np.where(np.arange(3) < 1 + genres[:, :1] % 3, np.maximum(genres, 1), 0)
-    )
+    batch["item_genres"] = torch.from_numpy(np.where(np.arange(3) < 1 + genres[:, :1] % 3, np.maximum(genres, 1), 0))
     for name, history in lengths.items():
         real = np.arange(width[name]) < np.array(history)[:, None]
         for key, size in (("item", "item_id"), ("genre", "genre"), ("gap", "gap")):
@@ -39,9 +31,7 @@ def ragged_batch(
 
 def make(pooling: str, **options) -> GEMSmall:
     torch.manual_seed(0)
-    config = GEMSmallConfig(
-        VOCABULARY, HISTORIES, max_len=64, d_model=16, d_ffn=32, pooling=pooling, **options
-    )
+    config = GEMSmallConfig(VOCABULARY, HISTORIES, max_len=64, d_model=16, d_ffn=32, pooling=pooling, **options)
     return GEMSmall(config).double()
 
 
@@ -79,9 +69,7 @@ def test_gem_small_uses_every_input():
     for name, value in batch.items():
         changed = dict(batch)
         changed[name] = torch.where(value > 1, value - 1, value)
-        changed[name] = (
-            changed[name] if not torch.equal(changed[name], value) else torch.where(value > 0, 2, 0)
-        )
+        changed[name] = changed[name] if not torch.equal(changed[name], value) else torch.where(value > 0, 2, 0)
         assert not torch.equal(model(changed), out), name
 
 
@@ -115,15 +103,11 @@ def test_sasrec_spellings_agree_and_are_causal():
     models = []
     for attention in ("softmax", "sdpa"):
         torch.manual_seed(0)
-        models.append(
-            SASRec(SASRecConfig(50, max_len=8, d_model=16, d_inner=32, attention=attention)).double()
-        )
+        models.append(SASRec(SASRecConfig(50, max_len=8, d_model=16, d_inner=32, attention=attention)).double())
     items, lengths = torch.randint(1, 50, (3, 8)), torch.tensor([8, 5, 2])
     torch.testing.assert_close(models[0](items, lengths), models[1](items, lengths), rtol=1e-12, atol=1e-12)
     prefix = models[0](items, torch.tensor([5, 5, 2]))
-    torch.testing.assert_close(
-        prefix[:1], models[0](items[:1, :5], torch.tensor([5])), rtol=1e-12, atol=1e-12
-    )
+    torch.testing.assert_close(prefix[:1], models[0](items[:1, :5], torch.tensor([5])), rtol=1e-12, atol=1e-12)
 
 
 def test_bad_configs_are_named():

@@ -52,9 +52,7 @@ def test_resume_equals_uninterrupted_bit_for_bit(model, tmp_path):
 
 
 def test_training_learns(tmp_path):
-    config = TrainConfig(
-        max_len=5, batch_size=128, steps=40, warmup=5, lr=3e-3, dropout=0.0, out=str(tmp_path)
-    )
+    config = TrainConfig(max_len=5, batch_size=128, steps=40, warmup=5, lr=3e-3, dropout=0.0, out=str(tmp_path))
     trainer = Trainer(config)
     before = trainer.evaluate("valid", limit=2000)
     trainer.run()

@@ -152,7 +152,8 @@ def test_changed_source_meets_no_stale_artifact(tmp_path: Path) -> None:
            "TORCHINDUCTOR_AUTOGRAD_CACHE": "1", "TORCHINDUCTOR_FX_GRAPH_CACHE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
 
     def run() -> list[str]:
-        done = subprocess.run([sys.executable, str(script), str(copy)], cwd=tmp_path, env=env, capture_output=True, text=True)
+        done = subprocess.run([sys.executable, str(script), str(copy)], cwd=tmp_path, env=env, capture_output=True,
+                              text=True)
         assert done.returncode == 0, done.stderr[-3000:]
         return done.stdout.split()
 

@@ -57,18 +57,24 @@ def _flash_mask(group: Group, spec: AttentionSpec, dtype: torch.dtype) -> tuple[
     return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, float("-inf")), False
 
 
-def _dropout(group: Group, spec: AttentionSpec, heads: int) -> math_path.Dropout | None:
-    if spec.dropout_p == 0.0:
-        return None
+def _row_words(spec: AttentionSpec, the_plan: Plan, rows: int, heads: int) -> tuple[Tensor, ...]:
+    """The generator's two words of every query row, int32 `[Tq, H]`, once for all groups; empty without dropout."""
+    if spec.dropout_p == 0.0 or not the_plan.groups:
+        return ()
     assert spec.seed is not None
-    rows = group.q.gather.view(group.q.n, group.q.length)
-    a, b = (w.transpose(0, 1).unsqueeze(-1) for w in generator.row_keys(spec.seed, heads, rows))  # [n, H, Lq, 1]
+    return tuple(w.T.contiguous() for w in generator.row_keys(spec.seed, heads, torch.arange(rows)))
+
+
+def _dropout(group: Group, words: tuple[Tensor, ...], p: float) -> math_path.Dropout | None:
+    if not words:
+        return None
+    a, b = (group.q.take(w).transpose(1, 2).unsqueeze(-1) for w in words)  # [n, H, Lq, 1]
     k_rows = torch.arange(group.k.length, dtype=torch.int32)
 
     def keep(first: int, last: int, keys: int) -> Tensor:
-        return generator.keep_mask(a[:, :, first:last], b[:, :, first:last], k_rows[:keys], spec.dropout_p)
+        return generator.keep_mask(a[:, :, first:last], b[:, :, first:last], k_rows[:keys], p)
 
-    return math_path.Dropout(keep, generator.multiplier(spec.dropout_p))
+    return math_path.Dropout(keep, generator.multiplier(p))
 
 
 def _buffer(like: Tensor, shape: tuple[int, ...], covered: bool) -> Tensor:
@@ -95,11 +101,12 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tenso
     rows, heads, dtype = q.shape[0], q.shape[1], _compute_dtype(q.dtype)
     the_plan = plan(spec.q_offsets, spec.k_offsets, rows, k.shape[0])
     spec = _simplify(spec, the_plan)
+    words = _row_words(spec, the_plan, rows, heads)
     out = _buffer(q, (rows, heads, v.shape[2]), the_plan.q_covered)
     lse = _buffer(q.new_empty(0, dtype=dtype), (rows, heads), the_plan.q_covered)
 
     def one_group(group: Group) -> None:
-        o, l = _group_forward(q, k, v, group, spec, dtype)
+        o, l = _group_forward(q, k, v, group, spec, words, dtype)
         group.q.put(out, o.transpose(1, 2))
         group.q.put(lse, l.transpose(1, 2))
 
@@ -114,7 +121,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tenso
 
 
 def _group_forward(
-    q: Tensor, k: Tensor, v: Tensor, group: Group, spec: AttentionSpec, dtype: torch.dtype
+    q: Tensor, k: Tensor, v: Tensor, group: Group, spec: AttentionSpec, words: tuple[Tensor, ...],
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     qd, kd, vd = (_heads_first(side.take(x), dtype) for side, x in ((group.q, q), (group.k, k), (group.k, v)))
     if _use_flash(q, v, spec):
@@ -122,7 +130,7 @@ def _group_forward(
         return flash_path.forward(qd, kd, vd, mask, causal, spec.scale)
     sharing = q.shape[1] // k.shape[1]
     kd, vd = (x.repeat_interleave(sharing, dim=1) for x in (kd, vd))
-    return math_path.forward(qd, kd, vd, _mask(group, spec), spec.scale, _dropout(group, spec, q.shape[1]))
+    return math_path.forward(qd, kd, vd, _mask(group, spec), spec.scale, _dropout(group, words, spec.dropout_p))
 
 
 def backward(
@@ -132,11 +140,12 @@ def backward(
     dtype = _compute_dtype(q.dtype)
     the_plan = plan(spec.q_offsets, spec.k_offsets, q.shape[0], k.shape[0])
     spec = _simplify(spec, the_plan)
+    words = _row_words(spec, the_plan, q.shape[0], q.shape[1])
     dq = _buffer(q, tuple(q.shape), the_plan.q_covered)
     dk, dv = (_buffer(x, tuple(x.shape), the_plan.k_covered) for x in (k, v))
 
     def one_group(group: Group) -> None:
-        gq, gk, gv = _group_backward(dout, q, k, v, out, lse, group, spec, dtype)
+        gq, gk, gv = _group_backward(dout, q, k, v, out, lse, group, spec, words, dtype)
         group.q.put(dq, gq.transpose(1, 2))
         group.k.put(dk, gk.transpose(1, 2))
         group.k.put(dv, gv.transpose(1, 2))
@@ -154,7 +163,7 @@ def backward(
 
 def _group_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, group: Group, spec: AttentionSpec,
-    dtype: torch.dtype,
+    words: tuple[Tensor, ...], dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
     qd, od = (_heads_first(group.q.take(x), dtype) for x in (q, out))
     kd, vd = (_heads_first(group.k.take(x), dtype) for x in (k, v))
@@ -166,7 +175,7 @@ def _group_backward(
     heads, kv_heads = q.shape[1], k.shape[1]
     kd, vd = (x.repeat_interleave(heads // kv_heads, dim=1) for x in (kd, vd))
     gq, gk, gv = math_path.backward(
-        do, qd, kd, vd, od, l, _mask(group, spec), spec.scale, _dropout(group, spec, heads))
+        do, qd, kd, vd, od, l, _mask(group, spec), spec.scale, _dropout(group, words, spec.dropout_p))
     if heads != kv_heads:
         gk, gv = (x.unflatten(1, (kv_heads, -1)).sum(2) for x in (gk, gv))
     return gq, gk, gv

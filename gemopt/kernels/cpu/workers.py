@@ -47,9 +47,9 @@ def run(pieces: Sequence[Callable[[], None]]) -> None:
     waiting = list(reversed(pieces))
     pool = _pool(os.getpid(), threads)
     futures = [pool.submit(_drain, waiting) for _ in range(min(threads, MAX_WORKERS, len(pieces)))]
-    # Setting a worker's thread count also sets the default of threads yet to be born; this undoes that.
-    torch.set_num_threads(threads)
     errors = [future.exception() for future in futures]
+    # A worker that sets its thread count also sets the default of threads yet to be born; this undoes that.
+    torch.set_num_threads(threads)
     for error in errors:
         if error is not None:
             raise error

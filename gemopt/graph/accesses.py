@@ -339,7 +339,7 @@ def gather(node: fx.Node, ctx: Context) -> Info:
     for d, slots in enumerate(info.dim_slots()):
         if d == dim:
             exprs += [ctx.value(index) if len(slots) == 1 else None] * len(slots)
-        elif len(slots) == len(out[d]):
+        elif len(slots) == len(out[d]) and (len(slots) == 1 or info.dims[d] == idx.dims[d]):
             exprs += [t.slot(j) for j in out[d]]
         elif not out[d]:  # the index has size 1 here: position 0 is read
             exprs += [t.const(0)] * len(slots)

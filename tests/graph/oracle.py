@@ -1,7 +1,7 @@
 """Brute force for the tests of the analyses: graphs by make_fx, terms evaluated one index at a time.
 
-Nothing here uses the code under test except to read what it answers: the evaluator below is the definition of what a
-term means, in plain Python numbers, with out-of-range reads as an explicit `Undefined`.
+Nothing here uses the code under test except to read what it answers: the evaluator below is the definition of
+what a term means, in plain Python numbers, with out-of-range reads as an explicit `Undefined`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor, fx
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from gemopt.graph.facts import Analysis
 from gemopt.graph.terms import Term
@@ -174,16 +177,30 @@ def _opname(node: fx.Node) -> str:
     return getattr(node.target, "_opname", "") if node.op == "call_function" else ""
 
 
-def capture(fn: Callable[..., Any], *inputs: Any, dynamic: bool = True) -> fx.GraphModule:
-    """Pre-dispatch ATen; every size larger than 1 has a symbol of its own where `dynamic`."""
-    with torch.fx.experimental._config.patch(use_duck_shape=False):
-        mode = "symbolic" if dynamic else "fake"
-        return make_fx(fn, pre_dispatch=True, tracing_mode=mode)(*inputs)
+def static(x: Tensor) -> Tensor:
+    """Marks a weight: all its sizes are numbers. Other inputs have symbols for their first two dims."""
+    x._all_static = True  # type: ignore[attr-defined]
+    return x
 
 
-def trace(fn: Callable[..., Any], *inputs: Any, dynamic: bool = True) -> Traced:
-    gm = capture(fn, *inputs, dynamic=dynamic)
-    return analyse(gm, *inputs)
+def capture(fn: Callable[..., Any], *inputs: Any) -> fx.GraphModule:
+    """Pre-dispatch ATen as the backend sees it; equal sizes of different dims have different symbols."""
+    mode = FakeTensorMode(shape_env=ShapeEnv(duck_shape=False), allow_non_fake_inputs=True)
+    fakes = [_fake(x, mode, i) if isinstance(x, Tensor) else x for i, x in enumerate(inputs)]
+    with mode:
+        return make_fx(fn, pre_dispatch=True)(*fakes)
+
+
+def _fake(x: Tensor, mode: FakeTensorMode, i: int) -> Tensor:
+    fixed = getattr(x, "_all_static", False)
+    dims = [DimDynamic.STATIC if fixed or d > 1 or s < 2 else DimDynamic.DYNAMIC for d, s in enumerate(x.shape)]
+    context = StatelessSymbolicContext(dynamic_sizes=dims)
+    fake = mode.from_tensor(x, symbolic_context=context, source=ConstantSource(f"input{i}"))
+    return fake.detach().requires_grad_(x.requires_grad)
+
+
+def trace(fn: Callable[..., Any], *inputs: Any) -> Traced:
+    return analyse(capture(fn, *inputs), *inputs)
 
 
 def analyse(gm: fx.GraphModule, *inputs: Any) -> Traced:
@@ -196,6 +213,11 @@ def analyse(gm: fx.GraphModule, *inputs: Any) -> Traced:
                     symbols[fake.node.expr] = real
     recorder = Recorder(gm)
     recorder.run(*inputs)
+    for node, value in recorder.seen.items():  # sizes that depend on data
+        if isinstance(value, Tensor) and node.op == "call_function":
+            for fake, real in zip(node.meta["val"].shape, value.shape, strict=True):
+                if isinstance(fake, torch.SymInt) and fake.node.expr.is_Symbol:
+                    symbols.setdefault(fake.node.expr, real)
     return Traced(gm, inputs, symbols, recorder.seen, Analysis(gm.graph))
 
 
@@ -223,6 +245,3 @@ def same(a: Tensor, b: Tensor, tolerance: float = 1e-9) -> Tensor:
     a, b = a.to(torch.float64), b.to(torch.float64)
     close = (a - b).abs() <= tolerance * (1 + b.abs())
     return close | (a == b) | (a.isnan() & b.isnan())
-
-
-

@@ -59,9 +59,7 @@ flags = slots.map(lambda s: t.call("bool", t.read("flags", [s], False)))
 
 def _grow_predicate(inner: st.SearchStrategy[Term]) -> st.SearchStrategy[Term]:
     lists = st.lists(inner, min_size=0, max_size=3)
-    return st.one_of(
-        lists.map(lambda ps: t.and_(*ps)), lists.map(lambda ps: t.or_(*ps)), inner.map(t.not_)
-    )
+    return st.one_of(lists.map(lambda ps: t.and_(*ps)), lists.map(lambda ps: t.or_(*ps)), inner.map(t.not_))
 
 
 # Few atoms, so that absorption, complements and implication really happen.

@@ -132,3 +132,38 @@ def test_head_dim_too_large() -> None:
     offsets = torch.tensor([0, 3], device=DEVICE)
     with pytest.raises(ValueError, match="at most 256"):
         jagged_attention(q, q, q, offsets, offsets, 3, 3)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_element_offsets_past_2_to_31() -> None:
+    """The last sequence of tensors with more than 2^31 elements, and its gradients."""
+    heads, d, length, batch = 32, 128, 300, 1800
+    rows = length * batch
+    assert rows * heads * d > 2**31
+    gen = torch.Generator("cuda").manual_seed(0)
+    q, k, v, dout = (torch.randn(rows, heads, d, dtype=torch.bfloat16, device="cuda", generator=gen) for _ in range(4))
+    offsets = torch.arange(batch + 1, device="cuda") * length
+    for x in (q, k, v):
+        x.requires_grad_()
+    out = jagged_attention(q, k, v, offsets, offsets, length, length, causal=True)
+    grads = torch.autograd.grad(out, (q, k, v), dout)
+    last = [x[-length:].detach().cpu().double() for x in (q, k, v)]
+    for x in last:
+        x.requires_grad_()
+    one = torch.tensor([0, length])
+    want = reference.jagged_attention(*last, one, one, causal=True)
+    want_grads = torch.autograd.grad(want, last, dout[-length:].cpu().double())
+    for got, exact in zip((out, *grads), (want, *want_grads), strict=True):
+        error = (got[-length:].detach().cpu().double() - exact).norm() / exact.norm()
+        assert error < 1e-2
+
+
+@pytest.mark.gpu
+def test_batch_past_65535() -> None:
+    lens = torch.randint(0, 3, (70_000,))
+    offsets = torch.nn.functional.pad(lens.cumsum(0), (1, 0))
+    q = torch.randn(int(offsets[-1]), 1, 16)
+    want = jagged_attention(q, q, q, offsets, offsets, 2, 2)
+    got = jagged_attention(q.cuda(), q.cuda(), q.cuda(), offsets.cuda(), offsets.cuda(), 2, 2)
+    torch.testing.assert_close(got.cpu(), want, rtol=1e-4, atol=1e-5)

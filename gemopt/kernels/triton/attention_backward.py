@@ -58,8 +58,8 @@ def attention_backward_kv(
     CAUSAL: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     HAS_Q_POS: tl.constexpr, HAS_K_POS: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """Grid (key tiles, key heads, batch + 1)."""
-    kv_head, b = tl.program_id(1), tl.program_id(2)
+    """Grid (batch + 1, key heads, key tiles)."""
+    b, kv_head = tl.program_id(0), tl.program_id(1)
     kv_heads = tl.num_programs(1)
     q_start, q_len = extent(q_offsets_ptr, b, batch, q_rows)
     k_start, k_len = extent(k_offsets_ptr, b, batch, k_rows)
@@ -71,7 +71,7 @@ def attention_backward_kv(
     if BOTTOM_RIGHT:
         shift = k_len - q_len
 
-    for tile in range(tl.program_id(0), tl.cdiv(k_len, BLOCK_K), tl.num_programs(0)):
+    for tile in range(tl.program_id(2), tl.cdiv(k_len, BLOCK_K), tl.num_programs(2)):
         keys = tile * BLOCK_K + tl.arange(0, BLOCK_K)
         k = load_rows(k_base, k_start, keys, k_len, k_stride, D, BLOCK_D)
         v = load_rows(v_base, k_start, keys, k_len, v_stride, DV, BLOCK_DV)
@@ -122,8 +122,8 @@ def attention_backward_q(
     CAUSAL: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     HAS_Q_POS: tl.constexpr, HAS_K_POS: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """Grid (query tiles, heads, batch + 1)."""
-    head, b = tl.program_id(1), tl.program_id(2)
+    """Grid (batch + 1, heads, query tiles)."""
+    b, head = tl.program_id(0), tl.program_id(1)
     q_start, q_len = extent(q_offsets_ptr, b, batch, q_rows)
     k_start, k_len = extent(k_offsets_ptr, b, batch, k_rows)
     if b == batch:
@@ -134,7 +134,7 @@ def attention_backward_q(
     if BOTTOM_RIGHT:
         shift = k_len - q_len
 
-    for tile in range(tl.program_id(0), tl.cdiv(q_len, BLOCK_Q), tl.num_programs(0)):
+    for tile in range(tl.program_id(2), tl.cdiv(q_len, BLOCK_Q), tl.num_programs(2)):
         rows = tile * BLOCK_Q + tl.arange(0, BLOCK_Q)
         q = load_rows(q_ptr + head.to(tl.int64) * q_head_stride, q_start, rows, q_len, q_stride, D, BLOCK_D)
         dout = load_rows(dout_ptr + head.to(tl.int64) * dout_head_stride, q_start, rows, q_len, dout_stride, DV, BLOCK_DV)

@@ -35,8 +35,8 @@ def attention_forward(
     CAUSAL: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     HAS_Q_POS: tl.constexpr, HAS_K_POS: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """Grid (query tiles, heads, batch + 1)."""
-    head, b = tl.program_id(1), tl.program_id(2)
+    """Grid (batch + 1, heads, query tiles)."""
+    b, head = tl.program_id(0), tl.program_id(1)
     q_start, q_len = extent(q_offsets_ptr, b, batch, q_rows)
     k_start, k_len = extent(k_offsets_ptr, b, batch, k_rows)
     if b == batch:
@@ -49,7 +49,7 @@ def attention_forward(
     if BOTTOM_RIGHT:
         shift = k_len - q_len
 
-    for tile in range(tl.program_id(0), tl.cdiv(q_len, BLOCK_Q), tl.num_programs(0)):
+    for tile in range(tl.program_id(2), tl.cdiv(q_len, BLOCK_Q), tl.num_programs(2)):
         rows = tile * BLOCK_Q + tl.arange(0, BLOCK_Q)
         q = load_rows(q_base, q_start, rows, q_len, q_stride, D, BLOCK_D)
         q_pos = row_positions(q_pos_ptr, q_start, rows, q_len, shift, HAS_Q_POS)

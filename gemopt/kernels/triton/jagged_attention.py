@@ -1,7 +1,7 @@
 """Launches the Triton kernels of jagged attention.
 
-Nothing here reads a device value: grids come from `max_q`, `max_k` and the batch size. Grid axis 2 holds at most 65,535
-programs, so larger batches run in slices of their offsets.
+Nothing here reads a device value: grids come from `max_q`, `max_k` and the batch size. The batch lies on the one grid
+axis without a practical limit; the tiles of a sequence, which a program may stride over, on a short one.
 """
 import math
 from dataclasses import dataclass, replace
@@ -127,13 +127,17 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tenso
     blocks = config(max(d, dv), q.dtype, is_heavy(spec), is_interpreted()).forward
     batch = spec.q_offsets.shape[0] - 1
     scale_log2, threshold, multiplier = _numbers(spec)
-    grid = (max(1, triton.cdiv(spec.max_q, blocks.q)), heads, batch + 1)
+    grid = (batch + 1, heads, _tiles(spec.max_q, blocks.q))
     attention_forward[grid](
         q, k, v, out, lse, *_pointers(spec, q), rows, k.shape[0], batch, heads, heads // k.shape[1],
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), out.stride(0), out.stride(1),
         scale_log2, threshold, multiplier,
         **constants(d, dv, spec, blocks, q.dtype), num_warps=blocks.warps, num_stages=blocks.stages)
     return out, lse
+
+
+def _tiles(longest: int, block: int) -> int:
+    return min(max(1, triton.cdiv(longest, block)), 65_535)
 
 
 def _drop_unused(spec: AttentionSpec) -> AttentionSpec:
@@ -166,13 +170,13 @@ def backward(
               dout.stride(0), dout.stride(1), spec.scale, scale_log2, threshold, multiplier)
     if dk.numel() + dv_.numel():
         blocks = cfg.backward_kv
-        grid = (max(1, triton.cdiv(spec.max_k, blocks.k)), kv_heads, batch + 1)
+        grid = (batch + 1, kv_heads, _tiles(spec.max_k, blocks.k))
         attention_backward_kv[grid](
             q, k, v, dout, lse, delta, dk, dv_, *shared,
             **constants(d, dv, spec, blocks, q.dtype), num_warps=blocks.warps, num_stages=blocks.stages)
     if dq.numel():
         blocks = cfg.backward_q
-        grid = (max(1, triton.cdiv(spec.max_q, blocks.q)), heads, batch + 1)
+        grid = (batch + 1, heads, _tiles(spec.max_q, blocks.q))
         attention_backward_q[grid](
             q, k, v, dout, lse, delta, dq, *shared,
             **constants(d, dv, spec, blocks, q.dtype), num_warps=blocks.warps, num_stages=blocks.stages)

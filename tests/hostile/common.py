@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -14,12 +16,15 @@ from gemopt.testing import EquivalenceError, EquivalenceResult, assert_equivalen
 from ..models.parts import SequenceModel
 from ..models.registry import ids_for
 
+#: For long lists that look for what the quick ones miss: GEMOPT_TEST_SWEEP=1 runs them.
+sweep = pytest.mark.skipif(not os.environ.get("GEMOPT_TEST_SWEEP"), reason="set GEMOPT_TEST_SWEEP=1")
+
 
 def compiled(model: Callable[..., Any], inner: str = "eager", **recipe: Any) -> Any:
     """`gemopt.compile` with packing forced as far as the cost rule allows.
 
-    `inner="eager"` differentiates the packed graph by eager autograd, which is quick to compile; `"aot_eager"`
-    goes through AOTAutograd.
+    `inner="eager"` differentiates the packed graph by eager autograd, which is quick to compile;
+    `"aot_eager"` goes through AOTAutograd.
     """
     settings = {"min_saving": 0.0, "strict": True, "inner": inner, **recipe}
     return gemopt.compile(model, recipe=gemopt.Recipe(**settings))

@@ -11,8 +11,10 @@ from ..models.towers import FloatTokens
 from .common import batch_of, compiled, path, same, sequence_model
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("attend", ["matmul", "sdpa_bool"])
+@pytest.mark.parametrize(
+    ("dtype", "attend"),
+    [(torch.float16, "matmul"), (torch.bfloat16, "matmul"), (torch.bfloat16, "sdpa_bool"), (torch.float64, "einsum")],
+)
 def test_dtypes(dtype, attend):
     model = sequence_model(attend=attend, fill="finfo_min", pool="mean").to(dtype)
     result = same(model, batch_of([3, 11, 1, 5, 8]))

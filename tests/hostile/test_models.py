@@ -1,6 +1,6 @@
 """Every registered model: right over generated lengths, and rewritten or refused as expected.
 
-The quick set is one model for each mechanism; the rest is marked slow.
+The quick set is one model for each mechanism; GEMOPT_TEST_SWEEP=1 runs them all, and more mixtures.
 """
 
 from __future__ import annotations
@@ -15,32 +15,22 @@ from gemopt.testing import assert_equivalent
 from ..models import CASES, ModelCase
 from ..models import parts as spelled
 from ..models.registry import ids_and_lengths
-from .common import compiled
+from .common import compiled, sweep
 
 QUICK = {
-    *(
-        "last_gather",
-        "last_one_hot",
-        "masked_mean",
-        "masked_max",
-        "plain_mean",
-        "padded_hidden",
-        "valid_not_ge",
-    ),
-    *("valid_ids_ne", "mask_ids_gather_length", "fill_additive_1e4", "fill_inplace", "attend_merged_bmm"),
-    *("attend_einsum", "sdpa_bool_causal", "sdpa_is_causal", "sasrec", "mha_length_first"),
-    *("encoder_pre_bld_train", "encoder_post_lbd_eval", "loss_ignore_index", "loss_times_mask"),
-    *("loss_and_hidden", "din", "several_histories", "side_features", "odd_length_norm", "odd_graph_break"),
+    *("masked_mean", "masked_max", "padded_hidden", "valid_not_ge", "fill_additive_1e4", "fill_inplace"),
+    *("attend_einsum", "sdpa_is_causal", "sasrec", "mha_length_first", "encoder_pre_bld_train", "din"),
+    *("encoder_post_lbd_eval", "loss_ignore_index", "loss_and_hidden", "side_features", "odd_graph_break"),
     *("mask_after_softmax", "lstm"),
 }
 LENGTH_CASES = ("given", "zeros", "ones", "full", "skewed", "holes", "all_padding")
 
 
-def slow_unless_quick(case: ModelCase) -> object:
-    return pytest.param(case, id=case.name, marks=() if case.name in QUICK else pytest.mark.slow)
+def swept_unless_quick(case: ModelCase) -> object:
+    return pytest.param(case, id=case.name, marks=() if case.name in QUICK else sweep)
 
 
-@pytest.mark.parametrize("case", [slow_unless_quick(c) for c in CASES.values()])
+@pytest.mark.parametrize("case", [swept_unless_quick(c) for c in CASES.values()])
 def test_model(case):
     model, inputs = case.make(0)
     subject = compiled(model)
@@ -55,7 +45,7 @@ def test_model(case):
         assert not report.rewrites
 
 
-@pytest.mark.parametrize("name", ["masked_mean", "sasrec", "encoder_pre_bld_train", "several_histories"])
+@pytest.mark.parametrize("name", ["sasrec", "several_histories"])
 def test_through_aot_autograd_and_all_sizes(name):
     model, inputs = CASES[name].make(0)
     cases = ("given", "zeros", "empty_batch", "one_sequence")
@@ -63,7 +53,7 @@ def test_through_aot_autograd_and_all_sizes(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["last_gather", "several_histories"])
+@pytest.mark.parametrize("name", ["several_histories"])
 def test_through_inductor(name):
     model, inputs = CASES[name].make(0)
     assert_equivalent(model, inputs, compiled=compiled(model, "inductor"), cases=("given", "zeros", "skewed"))
@@ -100,7 +90,7 @@ def test_any_mixture_of_spellings(chosen, seed):
     check_choices(chosen, seed)
 
 
-@pytest.mark.slow
+@sweep
 @settings(max_examples=80, deadline=None, suppress_health_check=QUIETLY, database=None)
 @given(choices(quick=False), st.integers(0, 99))
 def test_many_mixtures_of_spellings(chosen, seed):

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from .common import sweep
+
 SCRIPT = """
 import torch
 import gemopt
@@ -99,26 +101,29 @@ def run(folder: Path, cache: Path) -> list[float]:
 
 
 @pytest.mark.slow
-def test_a_changed_pass_is_seen(tmp_path):
-    (tmp_path / "main.py").write_text(SCRIPT)
-    for factor in (2.0, 3.0, 2.0):
-        (tmp_path / "mypass.py").write_text(PASS.format(body=ATEN.format(factor=factor)))
-        ratio, bias, packed, hits = run(tmp_path, tmp_path / "cache")
-        assert packed == 1
-        assert ratio == pytest.approx(factor, rel=1e-3)
-        assert bias == pytest.approx(6 * factor, rel=1e-3)
-    assert hits > 0, "the third run did not even use the cache, so the test shows nothing"
-
-
-@pytest.mark.slow
-def test_a_changed_op_is_seen(tmp_path):
-    """The body and the backward of a user's op change, its name and schema do not."""
+def test_a_changed_pass_and_a_changed_op_are_seen(tmp_path):
+    """First the pass takes another factor; then the op it calls takes another body and backward, under the same name
+    and schema, while the pass and the graph stay."""
     (tmp_path / "main.py").write_text(SCRIPT)
     call = "graph.call_function(torch.ops.stale_test.scale.default, (result,))"
-    (tmp_path / "mypass.py").write_text("import myop\n" + PASS.format(body=call))
-    for factor in (2.0, 3.0):
-        (tmp_path / "myop.py").write_text(OP.format(factor=factor))
+    steps = [
+        (2.0, "mypass.py", PASS.format(body=ATEN.format(factor=2.0))),
+        (3.0, "mypass.py", PASS.format(body=ATEN.format(factor=3.0))),
+        (5.0, "mypass.py", "import myop\n" + PASS.format(body=call)),
+        (7.0, "myop.py", OP.format(factor=7.0)),
+    ]
+    (tmp_path / "myop.py").write_text(OP.format(factor=5.0))
+    for factor, name, text in steps:
+        (tmp_path / name).write_text(text)
         ratio, bias, packed, _ = run(tmp_path, tmp_path / "cache")
         assert packed == 1
-        assert ratio == pytest.approx(factor, rel=1e-3)
-        assert bias == pytest.approx(6 * factor, rel=1e-3)
+        assert ratio == pytest.approx(factor, rel=1e-3), name
+        assert bias == pytest.approx(6 * factor, rel=1e-3), name
+
+
+@sweep
+def test_the_caches_are_in_use(tmp_path):
+    """An unchanged pass does meet the artifacts of the last run: without that, the test above shows nothing."""
+    (tmp_path / "main.py").write_text(SCRIPT)
+    (tmp_path / "mypass.py").write_text(PASS.format(body=ATEN.format(factor=2.0)))
+    assert [run(tmp_path, tmp_path / "cache")[3] > 0 for _ in range(2)] == [False, True]

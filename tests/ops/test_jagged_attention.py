@@ -128,6 +128,22 @@ def test_longer_than_max_is_still_right() -> None:
     assert_close(run(jagged_attention, inputs, torch.float64), exact, exact, torch.float64)
 
 
+@pytest.mark.parametrize("name", ["causal", "dropout", "single query, dropout"])
+def test_modes(name: str) -> None:
+    """Inference mode and deterministic algorithms change nothing."""
+    inputs = draw(CASES[name], torch.float32)
+    plain = run(jagged_attention, inputs, torch.float32)
+    with torch.inference_mode():
+        out = jagged_attention(inputs.q.float(), inputs.k.float(), inputs.v.float(), **inputs.kwargs)
+    assert torch.equal(out.double(), plain["out"])
+    torch.use_deterministic_algorithms(True)
+    try:
+        again = run(jagged_attention, inputs, torch.float32)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(again[n], plain[n]) for n in plain)
+
+
 def test_double_backward_says_no() -> None:
     inputs = draw(Case((5, 9)), torch.float64)
     q = inputs.q.requires_grad_()

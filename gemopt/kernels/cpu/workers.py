@@ -26,9 +26,10 @@ def _pool(pid: int, threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(workers, thread_name_prefix="gemopt-cpu", initializer=start)
 
 
-def _drain(pieces: list[Callable[[], None]]) -> None:
-    # Grad mode and autocast belong to the thread: a new one records gradients, which a kernel must not.
-    with torch.no_grad():
+def _drain(pieces: list[Callable[[], None]], inference: bool) -> None:
+    # Grad and inference mode belong to the thread: a new one records gradients, which a kernel must not, and may not
+    # write to tensors that its caller made in inference mode.
+    with torch.inference_mode(inference), torch.no_grad():
         while pieces:
             try:
                 piece = pieces.pop()
@@ -46,7 +47,7 @@ def run(pieces: Sequence[Callable[[], None]]) -> None:
         return
     waiting = list(reversed(pieces))
     pool = _pool(os.getpid(), threads)
-    futures = [pool.submit(_drain, waiting) for _ in range(min(threads, MAX_WORKERS, len(pieces)))]
+    futures = [pool.submit(_drain, waiting, torch.is_inference_mode_enabled()) for _ in range(min(threads, MAX_WORKERS, len(pieces)))]
     errors = [future.exception() for future in futures]
     # A worker that sets its thread count also sets the default of threads yet to be born; this undoes that.
     torch.set_num_threads(threads)

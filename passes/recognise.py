@@ -25,7 +25,7 @@ from gemopt.graph.terms import Term
 
 _SOFTMAX = ("aten.softmax", "aten._softmax", "aten.special_softmax")
 _VIEWS = ("view", "expand")
-_SMALLEST_FILL = -1e4
+_SMALLEST_FILL = -9984.0  # -1e4 in bfloat16
 
 
 @dataclass(frozen=True)

@@ -122,9 +122,17 @@ def pointwise(node: fx.Node, ctx: Context) -> Info:
 # ---------------------------------------------------------------- movement
 
 
+def triangle(node: fx.Node, ctx: Context) -> Info:
+    """tril and triu: element by element, but which elements stay depends on where they are."""
+    info = pointwise(node, ctx)
+    return Info(info.dims, info.accesses, "triangle")
+
+
 def view(node: fx.Node, ctx: Context) -> Info:
     x = node.args[0]
     assert isinstance(x, fx.Node)
+    if x.meta["val"].dtype != node.meta["val"].dtype:
+        raise NotUnderstood("bits read as another dtype")
     dims, exprs = reshape(ctx.info(x).sizes, shape_of(node))
     return Info(dims, (Access(x, exprs),), "view")
 
@@ -643,6 +651,7 @@ def _table() -> dict[str, Handler]:
         ("slice narrow", slice_),
         ("cat concat concatenate", cat),
         ("stack", stack),
+        ("tril triu", triangle),
         ("zeros_like ones_like full_like", like),
         ("repeat tile", repeat),
         ("repeat_interleave", repeat_interleave),

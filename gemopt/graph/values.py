@@ -37,6 +37,7 @@ class Values:
         self._terms: dict[fx.Node, Term | None] = {}
         self._representative: dict[Any, fx.Node] = {}
         self._keys: dict[fx.Node, Any] = {}
+        self._numbers: dict[str, int] = {}
         self.leaf_nodes: dict[str, fx.Node] = {}
 
     def __getitem__(self, node: fx.Node) -> Term | None:
@@ -44,6 +45,8 @@ class Values:
 
     def visit(self, node: fx.Node) -> None:
         value = self._term(node)
+        if value is not None:
+            value = held(value, node.meta["val"].dtype)
         self._terms[node] = value if value is not None else self._leaf(node)
 
     # ------------------------------------------------------------ formulas
@@ -217,11 +220,11 @@ def _logic(make: Callable[..., Term]) -> Rule:
     return rule
 
 
-def _arithmetic(exact: Callable[[Term, Term], Term], number: Callable[[Any, Any], Any]) -> Rule:
+def _arithmetic(exact: Callable[[Term, Term], Term | None], number: Callable[[Any, Any], Any]) -> Rule:
     def rule(values: Values, node: fx.Node) -> Term | None:
         dtype = node.meta["val"].dtype
         a, b = values.operand(node, 0), values.operand(node, 1)
-        if a is None or b is None or node.kwargs.get("alpha", 1) != 1:
+        if a is None or b is None or argument(node, "alpha", 1) != 1 or argument(node, "rounding_mode") is not None:
             return None
         if dtype == torch.bool:
             if exact not in (t.mul, t.add):
@@ -296,10 +299,23 @@ def convert(value: Term, source: torch.dtype, target: torch.dtype) -> Term | Non
         return choose(value, one, zero)
     if value.op == "where":
         return choose(value.args[0], convert(value.args[1], source, target), convert(value.args[2], source, target))
-    number = t.constant_value(value)
-    if number is not None:
-        return t.const(float(number) if target.is_floating_point else int(number))
+    if t.constant_value(value) is not None:
+        return held(value, target)
     return value if source in _EXACT and target == torch.int64 else None
+
+
+def held(value: Term, dtype: torch.dtype) -> Term | None:
+    """The term with its constants as a tensor of that dtype holds them: rounded, truncated, wrapped."""
+    if value.op == "where" and not t.is_predicate(value):
+        return choose(value.args[0], held(value.args[1], dtype), held(value.args[2], dtype))
+    number = t.constant_value(value)
+    if number is None:
+        return value
+    if dtype.is_floating_point:
+        return t.const(torch.tensor(float(number), dtype=torch.float64).to(dtype).item())
+    if not math.isfinite(number) or abs(number) >= 2**63:
+        return None
+    return t.const(torch.tensor(int(number)).to(dtype).item())
 
 
 def _where(values: Values, node: fx.Node) -> Term | None:
@@ -422,7 +438,7 @@ def _table() -> dict[str, Rule]:
         ("sub", _arithmetic(t.sub, lambda a, b: a - b)),
         ("rsub", _arithmetic(lambda a, b: t.sub(b, a), lambda a, b: b - a)),
         ("mul", _arithmetic(t.mul, lambda a, b: math.nan if 0 in (a, b) and math.inf in (abs(a), abs(b)) else a * b)),
-        ("div", _arithmetic(lambda a, b: t.call("div", a, b), lambda a, b: a / b)),
+        ("div", _arithmetic(lambda a, b: None, lambda a, b: a / b)),
         ("neg", _neg),
         ("to _to_copy type_as", _cast),
         ("where", _where),

@@ -14,7 +14,6 @@ Readers that do not run packed get an `unpack` whose fill is the tensor's fact (
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -273,12 +272,22 @@ class Emitter:
         return self.call(node.target, *args, **kwargs)
 
     def _dropout(self, node: fx.Node, rows: Rows) -> fx.Node:
-        """aten.dropout asks whether its input is empty, which a packed size cannot answer at compile time."""
+        """Written out over ``rand`` of the packed shape: aten.dropout asks whether its input is empty and rand_like whether
+        a size is 1, which a packed size cannot answer at compile time."""
         x = self.aligned(self.known.operands(node)[0], node, rows)
         p, training = node.args[1], node.args[2]
         if not training or p == 0:
             return x
-        return self.call(operator.getitem, self.call(aten.native_dropout.default, x, p, True), 0)
+        assert isinstance(p, float | int)
+        if p == 1:
+            return self.call(aten.mul.Tensor, x, 0.0)
+        value = node.meta["val"]
+        count = self.call(aten.sym_size.int, self.extras.index(rows.set), 0)
+        shape = [count, *self._kept_sizes(self.known.info(node), rows.slots)]
+        drawn = self.call(aten.rand.default, shape, dtype=torch.float32, device=value.device)
+        kept = self.call(aten.ge.Scalar, drawn, p)
+        scaled = self.call(aten.mul.Tensor, x, 1.0 / (1.0 - p))
+        return self.call(aten.where.ScalarOther, kept, scaled, 0.0)
 
     def _shows_through(self, node: fx.Node, info: Info, rows: Rows) -> Access | None:
         """The operand a masking op returns unchanged on these rows (``x * mask`` where the mask holds)."""

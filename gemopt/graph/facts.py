@@ -150,13 +150,13 @@ def _mul(node: fx.Node, known: Analysis) -> Fact | None:
     zeros = []
     for position, access in enumerate(known.operands(node)):
         value = known.values.through(access)
+        fact = _renamed(access, known)
+        if not all(map(math.isfinite, _constants(value, fact))):
+            return None  # inf * 0 is NaN
         if value is not None and node.args[position] is access.operand:
             zeros.append(t.not_(t.truth(value)))
-        fact = _renamed(access, known)
         if fact is not None and fact.value == 0:
             zeros.append(fact.where)
-        elif fact is not None and not math.isfinite(fact.value):
-            return None  # inf * 0 is NaN
     if zeros:
         where = t.or_(*zeros)
         return None if where == t.FALSE else Fact(0.0, where)
@@ -167,20 +167,34 @@ def _add(node: fx.Node, known: Analysis) -> Fact | None:
     operands = known.operands(node)
     if len(operands) == 1:
         return _mapped(node, known)
-    if len(operands) != 2 or node.kwargs.get("alpha", 1) != 1:
+    if len(operands) != 2 or argument(node, "alpha", 1) != 1:
         return None
-    infinite = []
-    for access in operands:
+    signs = (1, -1 if op_name(node) == "aten.sub" else 1)
+    facts = [_renamed(access, known) for access in operands]
+    infinite, opposite = [], False
+    for sign, access, fact in zip(signs, operands, facts, strict=True):
         value = known.values.through(access)
-        if value is not None:
+        opposite |= sign * math.inf in _constants(value, fact)
+        if value is not None and sign == 1:
             infinite.append(minus_infinity(value))
-    if infinite and t.or_(*infinite) != t.FALSE:
-        return Fact(-math.inf, t.or_(*infinite))
-    a, b = (_renamed(access, known) for access in operands)
+    if t.or_(*infinite) != t.FALSE:
+        return None if opposite else Fact(-math.inf, t.or_(*infinite))  # inf - inf is NaN
+    a, b = facts
     if a is None or b is None:
         return None
-    sign = -1 if op_name(node) == "aten.sub" else 1
-    return Fact(a.value + sign * b.value, t.and_(a.where, b.where))
+    return Fact(a.value + signs[1] * b.value, t.and_(a.where, b.where))
+
+
+def _constants(value: Term | None, fact: Fact | None) -> set[float]:
+    """The constants that a tensor is known to hold somewhere."""
+    found = {fact.value} if fact is not None else set()
+    if value is None:
+        return found
+    if value.op in ("where", "add") and not t.is_predicate(value):
+        branches = value.args[1:] if value.op == "where" else value.args
+        return found.union(*(_constants(a, None) for a in branches))
+    number = t.constant_value(value)
+    return found if number is None else found | {float(number)}
 
 
 def minus_infinity(value: Term) -> Term:

@@ -32,12 +32,21 @@ class Sizes:
         self._known: dict[sympy.Expr, fx.Node | int] = {}
 
     def __getitem__(self, expr: sympy.Expr) -> fx.Node | int:
-        expr = sympy.sympify(expr)
+        expr = self._canonical(sympy.sympify(expr))
         if expr.is_Integer:
             return int(expr)
         if expr not in self._known:
             self._known[expr] = self._build(expr)
         return self._known[expr]
+
+    def _canonical(self, expr: sympy.Expr) -> sympy.Expr:
+        """Symbols that were found equal after ``expr`` was written are one."""
+        for p in self._placeholders:
+            value = p.meta.get("val")
+            for size in value.shape if isinstance(value, torch.Tensor) else (value,):
+                if isinstance(size, torch.SymInt):
+                    return size.node.shape_env.replace(expr)
+        return expr
 
     def _build(self, expr: sympy.Expr) -> fx.Node:
         for p in self._placeholders:

@@ -45,7 +45,7 @@ def test_matches_reference_in_half(name: str, dtype: torch.dtype) -> None:
     check(CASES[name], dtype, DEVICE)
 
 
-@pytest.mark.parametrize("d", [8, 40, 72, 128, 200, 256])
+@pytest.mark.parametrize("d", [40, 256] if INTERPRETED else [8, 40, 72, 128, 200, 256])
 def test_head_dims(d: int) -> None:
     check(Case((37, 5), d=d, heads=2, kv_heads=1, kwargs={"causal": True}), DTYPES[-1], DEVICE)
 
@@ -81,8 +81,8 @@ def test_dropout_bits() -> None:
             assert torch.equal(out.cpu().bool(), want)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("kwargs", [{}, {"causal": True}, {"window": (2, 2)}, {"dropout_p": 0.2}], ids=str)
+@pytest.mark.parametrize(("value", "kwargs"), [
+    (float("nan"), {}), (float("inf"), {"causal": True, "window": (4, -1)}), (float("nan"), {"dropout_p": 0.2})], ids=str)
 def test_neighbours_do_not_leak(value: float, kwargs: dict) -> None:
     inputs = draw(Case((5, 9, 37, 1, 12), spare=2, kwargs=kwargs), torch.float32)
     clean = run(jagged_attention, inputs, torch.float32, DEVICE)
@@ -107,7 +107,7 @@ def test_longer_than_max_is_still_right() -> None:
 
 
 def test_runs_are_equal_bit_by_bit() -> None:
-    inputs = draw(Case((70, 5, 33), heads=4, kv_heads=2, kwargs={"causal": True, "dropout_p": 0.1}), DTYPES[-1])
+    inputs = draw(Case((70, 5), kv_heads=1, kwargs={"causal": True, "dropout_p": 0.1}), DTYPES[-1])
     first, second = (run(jagged_attention, inputs, DTYPES[-1], DEVICE) for _ in range(2))
     for name in first:
         assert torch.equal(first[name], second[name]), name

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import sympy
@@ -41,8 +42,20 @@ class Evaluator:
 
     leaves: Mapping[str, Tensor] = field(default_factory=dict)
     sizes: Mapping[Any, int] = field(default_factory=dict)
+    _memo: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def at(self, term: Term, index: Mapping[int, int] | Sequence[int]) -> int | float | bool:
+        key = (term, *(index[s] for s in sorted(term.slots)))
+        if key not in self._memo:
+            try:
+                self._memo[key] = self._at(term, index)
+            except Undefined as error:
+                self._memo[key] = error
+        if isinstance(self._memo[key], Undefined):
+            raise self._memo[key]
+        return self._memo[key]
+
+    def _at(self, term: Term, index: Mapping[int, int] | Sequence[int]) -> int | float | bool:
         op, args = term.op, term.args
         if op == "slot":
             return index[args[0]]
@@ -155,7 +168,7 @@ class Traced:
         """The node's real value, one dim per slot."""
         return self.values[node].detach().reshape(self.slot_sizes(node))
 
-    @property
+    @cached_property
     def evaluator(self) -> Evaluator:
         leaves = {n.name: self.slotted(n) for n in self.known.values.leaf_nodes.values()}
         return Evaluator(leaves, self.symbols)
@@ -243,5 +256,5 @@ class Recorder(fx.Interpreter):
 def same(a: Tensor, b: Tensor, tolerance: float = 1e-9) -> Tensor:
     """Elementwise equality, with NaN equal to NaN and infinities to themselves."""
     a, b = a.to(torch.float64), b.to(torch.float64)
-    close = (a - b).abs() <= tolerance * (1 + b.abs())
+    close = ((a - b).abs() <= tolerance * (1 + b.abs())) & b.isfinite()
     return close | (a == b) | (a.isnan() & b.isnan())

@@ -318,7 +318,11 @@ POINTWISE = [
     case("addcmul", lambda x, y, z: torch.addcmul(x, y, z) + torch.lerp(x, y, 0.3), "BL", "BL", "BL"),
     case("tril", lambda x: x.tril() + x.triu(1), "BLD", opaque=True),
     case("bce_none", lambda x, y: F.binary_cross_entropy_with_logits(x, y, reduction="none"), "BL", "BL"),
-    case("bce_weighted", lambda x, y, w: F.binary_cross_entropy_with_logits(x, y, w, reduction="none"), "BLD", "BLD", "D:weight"),
+    case(
+        "bce_weighted",
+        lambda x, y, w: F.binary_cross_entropy_with_logits(x, y, w, reduction="none"),
+        "BLD", "BLD", "D:weight",
+    ),
     case("bce_mean", lambda x, y: F.binary_cross_entropy_with_logits(x, y), "BL", "BL", opaque=True),
     case("mse_none", lambda x, y: F.mse_loss(x, y, reduction="none") + F.smooth_l1_loss(x, y, reduction="none"), "BL", "BL"),
 ]  # fmt: skip

@@ -63,7 +63,7 @@ FOLLOWED: dict[str, Callable[..., Any]] = {
     "expanded": lambda n, ids, m: torch.arange(ids.shape[1]).expand(ids.shape[0], -1) < n[:, None].expand_as(ids),
     "permuted": lambda n, ids, m: (torch.arange(ids.shape[1])[:, None] < n).t(),
     "ids": lambda n, ids, m: ids != 0,
-    "ids_gt": lambda n, ids, m: (ids > 0) & (0 < ids),
+    "ids_gt": lambda n, ids, m: (ids > 0) & torch.lt(torch.zeros_like(ids), ids),
     "ids_bool": lambda n, ids, m: ids.bool() | ids.to(torch.bool),
     "ids_not_eq": lambda n, ids, m: torch.logical_not(ids.eq(0)),
     "logic": lambda n, ids, m: (m & valid(n)) | ~(m ^ (ids != 0)),

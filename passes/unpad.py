@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 
 from gemopt.graph.attention import Site
 from gemopt.graph.capture import Captured, regions
@@ -130,7 +131,7 @@ def _cost_rule(layout: Layout) -> Callable[[Mapping[str, int], Mapping[str, int]
 
 def check_outputs(captured: Captured, plan: Plan) -> None:
     """The packed graph's outputs must be, as fakes, what the captured graph's are: shape, dtype, device."""
-    with captured.fake_mode:
+    with captured.fake_mode, enable_python_dispatcher():  # without it torch 2.11 turns symbolic sizes into numbers
         made = fx.Interpreter(plan.packed).run(*captured.example_inputs, *plan.extra_examples)
     (expected,) = [n for n in captured.gm.graph.nodes if n.op == "output"]
     old = [n.meta.get("val") for n in nodes_in(expected.args)]

@@ -93,7 +93,7 @@ def test_unknown_mode_is_refused() -> None:
 def test_an_empty_report_is_truthy_and_says_what_to_do() -> None:
     report = Report()
     assert report and len(report) == 0
-    assert "gemopt.explain" in str(report) and "gemopt.explain" in report.to_html()
+    assert "Call the model once" in str(report) and "Call the model once" in report.to_html()
     assert report.flops is None and report.bytes is None
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._dispatch.python import enable_python_dispatcher
 
 from gemopt.graph.attention import Site
 from gemopt.graph.capture import Captured
@@ -102,7 +103,7 @@ def _propagate(part: fx.GraphModule, captured: Captured) -> None:
     """Fill in ``meta["val"]`` of new nodes."""
     values: dict[fx.Node, Any] = {}
     inputs = iter(captured.example_inputs)
-    with captured.fake_mode:
+    with captured.fake_mode, enable_python_dispatcher():
         for node in part.graph.nodes:
             if node.op == "placeholder":
                 values[node] = next(inputs, node.meta["val"])

@@ -115,7 +115,7 @@ def _gather(emitter: Emitter, node: fx.Node) -> fx.Node | None:
 
 
 def _boolean_index(emitter: Emitter, node: fx.Node) -> fx.Node | None:
-    """``x[mask]`` is a packed tensor. Every such index by one mask becomes rows of one set, so that they stay of one size."""
+    """``x[mask]`` is a packed tensor. Every such index by one mask becomes rows of one set: all stay of one size."""
     source, by = emitter.known.operands(node)
     mask = emitter.known.value(by.operand)
     if mask is None or not writable(t.truth(mask)):

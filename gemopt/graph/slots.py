@@ -10,7 +10,7 @@ slot as a term over the result's slots:
     None             any position may matter (contracted, reduced, mixed, unknown)
 
 Views are decided by the row-major order of factors, never by equal sizes. Facts, demands and values all travel through
-accesses (`forward`, `backward`), so an op needs nothing but its access (graph/accesses.py) to take part in every analysis.
+accesses (`forward`, `backward`), so an op needs nothing but its access (graph/accesses) to take part in every analysis.
 """
 
 from __future__ import annotations

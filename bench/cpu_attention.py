@@ -7,6 +7,7 @@ tail, cut at the padded length. `padded` is `F.scaled_dot_product_attention` ove
 the causal mask as one bool mask, as a padded model has to call it; `full` rows have every sequence at the padded length.
 Steps of the two alternate in one process; times are medians in milliseconds.
 """
+
 import argparse
 import json
 import math
@@ -101,21 +102,47 @@ def main() -> None:
             if shape == "full":
                 lengths = torch.full_like(lengths, longest)
             last = shape == "last"
-            ms = race({"padded": padded_step(lengths, longest, dtype, last),
-                       "jagged": jagged_step(lengths, longest, dtype, last, cold=False),
-                       "cold": jagged_step(lengths, longest, dtype, last, cold=True)}, args.seconds)
-            row = {"lengths": "full" if shape == "full" else "history", "max": longest,
-                   "queries": "last" if last else "all", "fill": float(lengths.float().mean() / longest),
-                   **{f"{name}_ms": value for name, value in ms.items()}, "speedup": ms["padded"] / ms["cold"]}
+            ms = race(
+                {
+                    "padded": padded_step(lengths, longest, dtype, last),
+                    "jagged": jagged_step(lengths, longest, dtype, last, cold=False),
+                    "cold": jagged_step(lengths, longest, dtype, last, cold=True),
+                },
+                args.seconds,
+            )
+            row = {
+                "lengths": "full" if shape == "full" else "history",
+                "max": longest,
+                "queries": "last" if last else "all",
+                "fill": float(lengths.float().mean() / longest),
+                **{f"{name}_ms": value for name, value in ms.items()},
+                "speedup": ms["padded"] / ms["cold"],
+            }
             rows.append(row)
-            print(f"{row['lengths']:>8} {longest:>5} {row['queries']:>8} {row['fill']:>5.2f} {ms['padded']:>10.2f} "
-                  f"{ms['jagged']:>10.2f} {ms['cold']:>10.2f} {row['speedup']:>7.2f}x", flush=True)
+            print(
+                f"{row['lengths']:>8} {longest:>5} {row['queries']:>8} {row['fill']:>5.2f} {ms['padded']:>10.2f} "
+                f"{ms['jagged']:>10.2f} {ms['cold']:>10.2f} {row['speedup']:>7.2f}x",
+                flush=True,
+            )
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps({
-            "benchmark": "cpu_attention", "batch": BATCH, "heads": HEADS, "head_dim": HEAD_DIM, "dtype": args.dtype,
-            "threads": args.threads, "torch": torch.__version__, "machine": platform.processor() or platform.machine(),
-            "rows": rows}, indent=1) + "\n")
+        args.json.write_text(
+            json.dumps(
+                {
+                    "benchmark": "cpu_attention",
+                    "batch": BATCH,
+                    "heads": HEADS,
+                    "head_dim": HEAD_DIM,
+                    "dtype": args.dtype,
+                    "threads": args.threads,
+                    "torch": torch.__version__,
+                    "machine": platform.processor() or platform.machine(),
+                    "rows": rows,
+                },
+                indent=1,
+            )
+            + "\n"
+        )
 
 
 if __name__ == "__main__":

@@ -176,9 +176,7 @@ def grid(arguments: argparse.Namespace) -> list[Config]:
 
 
 def table(records: list[dict[str, Any]]) -> Table:
-    view = Table(
-        "model", "max", "dropout", "padding", "padded ms", "sorted ms", "gemopt ms", "x padded", "x sorted"
-    )
+    view = Table("model", "max", "dropout", "padding", "padded ms", "sorted ms", "gemopt ms", "x padded", "x sorted")
     for record in records:
         config, timing, gain = record["config"], record["timing"], record["speedup"]
 
@@ -202,16 +200,12 @@ def table(records: list[dict[str, Any]]) -> Table:
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--model", nargs="+", choices=tasks.MODELS, help="default: all")
-    p.add_argument(
-        "--pool", nargs="+", choices=("mean", "last"), help="default: both for sasrec, mean for gem_small"
-    )
+    p.add_argument("--pool", nargs="+", choices=("mean", "last"), help="default: both for sasrec, mean for gem_small")
     p.add_argument("--max-len", nargs="+", type=int, help="default: 200 700")
     p.add_argument("--dropout", nargs="+", type=float, help="default: 0 0.2")
     p.add_argument("--fill", nargs="+", choices=("data", "1"), help="default: both, 1 without dropout only")
     p.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=CONTESTANTS)
-    p.add_argument(
-        "--steps", type=int, help="timed steps of each contestant (default: 20; 5 beyond 300 events)"
-    )
+    p.add_argument("--steps", type=int, help="timed steps of each contestant (default: 20; 5 beyond 300 events)")
     p.add_argument("--quick", action="store_true", help="max 200, no dropout, own lengths, 7 steps")
     p.add_argument("--device", default="cpu")
     p.add_argument("--no-save", action="store_true", help="print only")

@@ -82,9 +82,7 @@ def compile(
         TypeError, ValueError: an argument is not allowed; the message names it and says what is.
     """
     if "backend" in torch_options:
-        raise TypeError(
-            f"backend: got {torch_options['backend']!r}; gemopt is the backend, inner= picks the compiler"
-        )
+        raise TypeError(f"backend: got {torch_options['backend']!r}; gemopt is the backend, inner= picks the compiler")
     settings: dict[str, Any] = {
         "recipe": Recipe.of(
             recipe,
@@ -124,9 +122,7 @@ def _compile_with(model: Any, settings: dict[str, Any]) -> Any:
     report = Report(name or getattr(model, "__name__", type(model).__name__))
     inner = inner_compiler(recipe.inner, mode, options or None, torch_options["dynamic"], name)
     backend = GemoptBackend(recipe, report, inner, dynamic=torch_options["dynamic"])
-    compiled = dynamo.optimize(
-        model, backend, nopython=fullgraph, guard_filter_fn=guard_filter_fn, **torch_options
-    )
+    compiled = dynamo.optimize(model, backend, nopython=fullgraph, guard_filter_fn=guard_filter_fn, **torch_options)
     if isinstance(compiled, OptimizedModule):
         compiled.__class__ = CompiledModule
         # Into the instance's own dict: OptimizedModule would hand other attributes on to the model.

@@ -102,9 +102,7 @@ class GemoptBackend:
         self.report = report
         self.dynamic = dynamic
         self.inner = inner
-        self.pipeline = (
-            load_pipeline(recipe.pipeline) if isinstance(recipe.pipeline, str) else recipe.pipeline
-        )
+        self.pipeline = load_pipeline(recipe.pipeline) if isinstance(recipe.pipeline, str) else recipe.pipeline
 
     def __call__(self, gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         report = self.new_report(example_inputs)
@@ -155,20 +153,14 @@ class GemoptBackend:
         if self.recipe.strict:
             raise CompileError(f"gemopt: {reason} ({at.filename}:{at.lineno} in {at.name})") from error
         report.discard_rewrites()
-        report.reject(
-            "graph", "internal error", reason=reason, hint=f"{PLAIN}; strict=True raises this error"
-        )
+        report.reject("graph", "internal error", reason=reason, hint=f"{PLAIN}; strict=True raises this error")
         warnings.warn(f"gemopt: internal error, {PLAIN}: {reason}", RuntimeWarning, stacklevel=2)
 
-    def _compile_plan(
-        self, gm: fx.GraphModule, captured: Captured, plan: Any, report: Any
-    ) -> Callable[..., Any]:
+    def _compile_plan(self, gm: fx.GraphModule, captured: Captured, plan: Any, report: Any) -> Callable[..., Any]:
         prologue = self._compile_prologue(captured, plan)
         adopt(plan.packed, gm)
         packed = self.inner(plan.packed, [*captured.example_inputs, *plan.extra_examples])
-        return Host(
-            prologue, packed, LazyPadded(gm, self.inner, self.dynamic), plan, report, size_symbols(captured)
-        )
+        return Host(prologue, packed, LazyPadded(gm, self.inner, self.dynamic), plan, report, size_symbols(captured))
 
     def _compile_prologue(self, captured: Captured, plan: Any) -> Callable[..., Any]:
         if self.recipe.inner != "inductor":
@@ -182,8 +174,7 @@ class GemoptBackend:
 def _is_empty(captured: Captured) -> bool:
     """Whether Dynamo specialised some size to 0: there is nothing to pack, and inductor refuses."""
     return any(
-        isinstance(x, torch.Tensor) and any(type(s) is int and s == 0 for s in x.shape)
-        for x in captured.example_inputs
+        isinstance(x, torch.Tensor) and any(type(s) is int and s == 0 for s in x.shape) for x in captured.example_inputs
     )
 
 

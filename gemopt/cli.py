@@ -41,26 +41,18 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     inspect = _target_command(commands, "inspect", _inspect, "say what gemopt would do to a model, and why")
-    inspect.add_argument(
-        "--json", metavar="PATH", help="write the report as JSON; - prints it instead of the text"
-    )
+    inspect.add_argument("--json", metavar="PATH", help="write the report as JSON; - prints it instead of the text")
     inspect.add_argument("--html", metavar="PATH", help="write the report as one HTML page")
-    inspect.add_argument(
-        "--graph", metavar="PASS", help="print the graph after this pass, as Python, and no report"
-    )
+    inspect.add_argument("--graph", metavar="PASS", help="print the graph after this pass, as Python, and no report")
     inspect.add_argument("--index", type=int, default=0, help="which graph --graph prints (default 0)")
 
-    verify = _target_command(
-        commands, "verify", _verify, "compare the compiled model with eager, backward included"
-    )
+    verify = _target_command(commands, "verify", _verify, "compare the compiled model with eager, backward included")
     verify.add_argument("--seed", type=int, default=0, help="seed of lengths and contents (default 0)")
     verify.add_argument("--inner", default="aot_eager", choices=("inductor", "aot_eager", "eager"))
 
     # listed here for --help only; main() hands it on before the options are parsed
     commands.add_parser("train", help="train a model of the zoo; `gemopt train --help` lists its options")
-    version = commands.add_parser(
-        "version", help="print the versions of gemopt, Python and what it builds on"
-    )
+    version = commands.add_parser("version", help="print the versions of gemopt, Python and what it builds on")
     version.set_defaults(run=_version)
     return parser
 
@@ -153,9 +145,7 @@ def load_target(target: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
 
 def _wrong(target: str, made: object) -> NoReturn:
     got = f"{len(made)} values" if isinstance(made, tuple | list) else type(made).__name__
-    raise UsageError(
-        f"target: {target!r} returned {got}; expected (model, inputs), model a module or function"
-    )
+    raise UsageError(f"target: {target!r} returned {got}; expected (model, inputs), model a module or function")
 
 
 def _import(name: str) -> Any:

@@ -131,9 +131,7 @@ def _modules_of(model: Any, inputs: Sequence[Any], kwargs: Mapping[str, Any]) ->
 def _state_kept(modules: Sequence[nn.Module]) -> Iterator[None]:
     parameters = {id(p): p for m in modules for p in m._parameters.values() if p is not None}
     if any(nn.parameter.is_lazy(p) for p in parameters.values()):
-        raise ValueError(
-            "model: has lazy parameters that are not initialised; allowed: a model that has run once"
-        )
+        raise ValueError("model: has lazy parameters that are not initialised; allowed: a model that has run once")
     with ExitStack() as stack:
         stack.enter_context(_generators_kept())
         for module in modules:

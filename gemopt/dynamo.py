@@ -63,9 +63,7 @@ class ScopedCallback:
                     specialize_float=mine < _MAX_FLOAT_COMPILATIONS,
                     capture_dynamic_output_shape_ops=True,
                     recompile_limit=torch._dynamo.config.recompile_limit + all_ - mine,
-                    accumulated_recompile_limit=torch._dynamo.config.accumulated_recompile_limit
-                    + all_
-                    - mine,
+                    accumulated_recompile_limit=torch._dynamo.config.accumulated_recompile_limit + all_ - mine,
                 )
             )
             return self._torchdynamo_orig_backend(frame, *args, **kwargs)

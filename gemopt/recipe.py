@@ -111,9 +111,7 @@ class Recipe:
             return cls(**{"precision": value, **overrides})
         if isinstance(value, Mapping):
             return cls(**{**value, **overrides})
-        raise TypeError(
-            f"recipe: got {value!r}; allowed are a Recipe, one of {_PRECISIONS}, a dict of fields, or None"
-        )
+        raise TypeError(f"recipe: got {value!r}; allowed are a Recipe, one of {_PRECISIONS}, a dict of fields, or None")
 
 
 def _check(ok: bool, name: str, value: object, allowed: str) -> None:

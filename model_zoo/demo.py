@@ -75,9 +75,7 @@ def make_sides(vocabulary: dict[str, int], max_len: int, lr: float, seed: int) -
     return sides
 
 
-def race(
-    sides: dict[str, Side], batches: Iterable[Batch], max_len: int, steps: int, console: Console
-) -> float:
+def race(sides: dict[str, Side], batches: Iterable[Batch], max_len: int, steps: int, console: Console) -> float:
     """Train both in turns: one step that compiles, ``steps`` timed ones. Returns the mean padding share."""
     padding, stream = [], iter(batches)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -114,9 +112,7 @@ def metrics_table(metrics: dict[str, Metrics], steps: int) -> Table:
 
 def loss_difference(sides: dict[str, Side]) -> float:
     """Largest difference of the two losses over the first steps; NaN if one of them is."""
-    padded, packed = (
-        torch.tensor(sides[mode].losses[:COMPARED_STEPS], dtype=torch.float64) for mode in NAMES
-    )
+    padded, packed = (torch.tensor(sides[mode].losses[:COMPARED_STEPS], dtype=torch.float64) for mode in NAMES)
     return float((padded - packed).abs().max())  # unlike Python's max, this does not skip a NaN
 
 
@@ -197,15 +193,11 @@ def plot(sides: dict[str, Side], padding: dict[int, float], path: Path) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
-        "demo", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    p = argparse.ArgumentParser("demo", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--max-len", type=int, default=200, help="longest history while training")
     p.add_argument("--steps", type=int, default=120, help="timed training steps")
     p.add_argument("--long-max-len", type=int, default=700, help="longest history of the second measurement")
-    p.add_argument(
-        "--long-steps", type=int, default=10, help="timed steps of the second measurement; 0 leaves it out"
-    )
+    p.add_argument("--long-steps", type=int, default=10, help="timed steps of the second measurement; 0 leaves it out")
     p.add_argument("--batch-size", type=int, default=128)
     p.add_argument("--lr", type=float, default=1e-3)
     p.add_argument("--seed", type=int, default=0)
@@ -231,19 +223,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"GEMSmall, {parameters:,} parameters, on {len(samples['train']):,} ratings of MovieLens-100K; three "
         f"histories a sample; batch {options.batch_size}; float32; {torch.get_num_threads()} threads"
     )
-    padding = {
-        options.max_len: race(
-            sides, batches_of(samples["train"], options), options.max_len, options.steps, console
-        )
-    }
+    padding = {options.max_len: race(sides, batches_of(samples["train"], options), options.max_len, options.steps, console)}
     metrics = {mode: evaluate_model(MODEL, side.model, samples["valid"]) for mode, side in sides.items()}
     if options.long_steps:
         long, _ = tasks.load_samples("movielens", MODEL, options.long_max_len)
         for side in sides.values():
             side.model.train()
-        share = race(
-            sides, batches_of(long["train"], options), options.long_max_len, options.long_steps, console
-        )
+        share = race(sides, batches_of(long["train"], options), options.long_max_len, options.long_steps, console)
         padding[options.long_max_len] = share
 
     report = report_of(sides)

@@ -103,9 +103,7 @@ class WukongLayer(nn.Module):
         self.n_fm = n_tokens // 2
         self.project = nn.Parameter(torch.randn(n_tokens, rank) / n_tokens**0.5)
         self.fm_norm = nn.LayerNorm(n_tokens * rank)
-        self.fm = nn.Sequential(
-            nn.Linear(n_tokens * rank, 128), nn.ReLU(), nn.Linear(128, self.n_fm * d_model)
-        )
+        self.fm = nn.Sequential(nn.Linear(n_tokens * rank, 128), nn.ReLU(), nn.Linear(128, self.n_fm * d_model))
         self.lcb = nn.Linear(n_tokens, n_tokens - self.n_fm, bias=False)
         self.norm = nn.LayerNorm(d_model)
 
@@ -136,9 +134,7 @@ class GEMSmall(nn.Module):
         self.user = nn.ModuleDict({f: nn.Embedding(sizes[f], d, padding_idx=0) for f in USER_FEATURES})
         self.encoders = nn.ModuleDict({name: HistoryEncoder(config) for name in config.histories})
         n_tokens = len(config.histories) + 3 + len(USER_FEATURES)
-        self.interactions = nn.ModuleList(
-            WukongLayer(n_tokens, d, config.fm_rank) for _ in range(config.n_interactions)
-        )
+        self.interactions = nn.ModuleList(WukongLayer(n_tokens, d, config.fm_rank) for _ in range(config.n_interactions))
         self.head = nn.Sequential(nn.Linear(n_tokens * d, 128), nn.ReLU(), nn.Linear(128, 1))
         self.apply(_init)
 

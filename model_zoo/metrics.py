@@ -80,9 +80,7 @@ def calibration(logits: ArrayLike, labels: ArrayLike) -> float:
 def _checked(scores: ArrayLike, labels: ArrayLike) -> tuple[Floats, Floats]:
     x, y = np.asarray(scores, dtype=np.float64), np.asarray(labels, dtype=np.float64)
     if x.ndim != 1 or x.shape != y.shape or len(x) == 0:
-        raise ValueError(
-            f"scores and labels must be equally long 1-D arrays, got shapes {x.shape} and {y.shape}"
-        )
+        raise ValueError(f"scores and labels must be equally long 1-D arrays, got shapes {x.shape} and {y.shape}")
     if not np.isin(y, (0.0, 1.0)).all():
         raise ValueError("labels must be 0 or 1")
     if np.isnan(x).any():

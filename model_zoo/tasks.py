@@ -32,9 +32,7 @@ def load_samples(data: str, model: str, max_len: int) -> tuple[dict[str, SampleS
     return {s: source.samples(s, max_len, histories(model)) for s in splits}, source.vocabulary
 
 
-def build_model(
-    model: str, vocabulary: dict[str, int], max_len: int, dropout: float, pooling: Any
-) -> nn.Module:
+def build_model(model: str, vocabulary: dict[str, int], max_len: int, dropout: float, pooling: Any) -> nn.Module:
     """A freshly initialised model; the seed is the caller's (``torch.manual_seed``)."""
     check_name("model", model, MODELS)
     if model == "sasrec":

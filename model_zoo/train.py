@@ -35,9 +35,7 @@ def parser() -> argparse.ArgumentParser:
     add("model", "which model", choices=tasks.MODELS)
     add("data", "which data set", choices=tasks.DATA)
     add("mode", "how the model runs", choices=tasks.MODES)
-    p.add_argument(
-        "--gemopt", dest="mode", action="store_const", const="gemopt", help="short for --mode gemopt"
-    )
+    p.add_argument("--gemopt", dest="mode", action="store_const", const="gemopt", help="short for --mode gemopt")
     add("max_len", "longest history; all are padded to it", int)
     add("batch_size", "samples per step", int)
     add("steps", "steps to train; overrules --epochs", int)
@@ -73,9 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     samples = trainer.samples["train"]
     filled = ", ".join(f"{name} {share:.0%}" for name, share in samples.fill().items())
-    console.print(
-        f"{len(samples):,} training samples; share of {trainer.config.max_len} slots filled: {filled}"
-    )
+    console.print(f"{len(samples):,} training samples; share of {trainer.config.max_len} slots filled: {filled}")
     with stop_on_interrupt(trainer):
         train_with_progress(trainer, console)
     if trainer.stop_requested:

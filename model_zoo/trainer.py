@@ -105,9 +105,7 @@ class Trainer:
         ).to(config.device)
         self.compiled = tasks.compiled(self.model, config.mode)
         # The last, smaller batch of an epoch is dropped: every step then has the same number of samples.
-        self.batches = BatchIterator(
-            self.samples["train"], config.batch_size, seed=config.seed, drop_last=True
-        )
+        self.batches = BatchIterator(self.samples["train"], config.batch_size, seed=config.seed, drop_last=True)
         self.total_steps = config.steps or max(1, round(config.epochs * len(self.batches)))
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=config.lr, weight_decay=config.weight_decay, fused=True
@@ -155,9 +153,7 @@ class Trainer:
             if due or self.step % config.log_every == 0:
                 loss = float(torch.stack(losses).mean())  # one device read for several steps
                 if not math.isfinite(loss):
-                    raise FloatingPointError(
-                        f"loss is {loss} within the {len(losses)} steps up to {self.step}"
-                    )
+                    raise FloatingPointError(f"loss is {loss} within the {len(losses)} steps up to {self.step}")
                 seconds = time.perf_counter() - began
                 record: dict[str, float] = {
                     "step": self.step,

@@ -292,9 +292,7 @@ def test_settings_are_scoped() -> None:
     assert during == [(False, True)]
     assert (shape_config.use_duck_shape, torch._dynamo.config.specialize_float) == before == (True, False)
     graphs: list[Any] = []
-    square = torch.compile(
-        lambda x: x * 2, backend=lambda gm, _: graphs.append(gm) or gm.forward, dynamic=True
-    )
+    square = torch.compile(lambda x: x * 2, backend=lambda gm, _: graphs.append(gm) or gm.forward, dynamic=True)
     square(torch.randn(4, 4))
     placeholders = graphs[0].graph.find_nodes(op="placeholder")
     assert len(placeholders) == 2  # one symbol for both sizes: others keep duck shaping

@@ -199,9 +199,7 @@ def test_the_padded_graph_compiles_late_and_once(kind: type[Layers], autocast: b
             compiled(torch.randn(b, l, D), torch.ones(b, l, dtype=torch.bool)).sum().backward()
     assert padded.dtype == packed.dtype == expected.dtype
     torch.testing.assert_close(padded, expected)
-    torch.testing.assert_close(
-        packed, expected, rtol=0.05 if autocast else 1e-5, atol=0.05 if autocast else 1e-6
-    )
+    torch.testing.assert_close(packed, expected, rtol=0.05 if autocast else 1e-5, atol=0.05 if autocast else 1e-6)
     assert (graphs, counters["stats"]["unique_graphs"]) == (1, 2)
     assert len(planner.plans) == 1
 
@@ -246,9 +244,7 @@ def test_a_packed_graph_that_does_not_compile_degrades_loudly() -> None:
     with pytest.warns(RuntimeWarning, match="internal error"):
         torch.testing.assert_close(compiled(*args), model(*args))
     assert [r.rule for r in compiled.report.rejections] == ["internal error"]
-    strict = gemopt.compile(
-        model, recipe=Recipe(pipeline=Planner(break_packed=True), inner="aot_eager", strict=True)
-    )
+    strict = gemopt.compile(model, recipe=Recipe(pipeline=Planner(break_packed=True), inner="aot_eager", strict=True))
     with pytest.raises(Exception, match="gemopt: RuntimeError"):
         strict(*args)
 
@@ -392,9 +388,7 @@ def test_pipelines_are_found_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
         def load() -> Any:
             return own
 
-    monkeypatch.setattr(
-        importlib.metadata, "entry_points", lambda group: [Point] if "pipelines" in group else []
-    )
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [Point] if "pipelines" in group else [])
     assert load_pipeline("own") is own
     from gemopt.passes import default_pipeline
 

@@ -71,9 +71,7 @@ def explained(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[Any, ...], di
 
 
 @pytest.mark.parametrize("form", ["{}:make", "{}.py:make"])
-def test_inspect_prints_the_report(
-    target: str, explained: list[Any], capsys: pytest.CaptureFixture[str], form: str
-) -> None:
+def test_inspect_prints_the_report(target: str, explained: list[Any], capsys: pytest.CaptureFixture[str], form: str) -> None:
     assert cli.main(["inspect", form.format(target)]) == 0
     output = capsys.readouterr().out
     assert "gemopt on explained" in output and "jagged_attention" in output
@@ -87,9 +85,7 @@ def test_inputs_may_be_keywords_or_one_tensor(target: str, explained: list[Any])
     assert len(explained[1][0]) == 1 and isinstance(explained[1][0][0], torch.Tensor)
 
 
-def test_inspect_writes_json_and_html(
-    target: str, explained: list[Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_inspect_writes_json_and_html(target: str, explained: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["inspect", f"{target}:make", "--json", "out/r.json", "--html", "out/r.html"]) == 0
     assert Report.load_json("out/r.json").rewrites[0].site == "attention"
     assert "</html>" in Path("out/r.html").read_text(encoding="utf-8")
@@ -98,9 +94,7 @@ def test_inspect_writes_json_and_html(
     assert json.loads(capsys.readouterr().out)["summary"]["rewrites"] == 1
 
 
-def test_inspect_prints_one_graph(
-    target: str, explained: list[Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_inspect_prints_one_graph(target: str, explained: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["inspect", f"{target}:make", "--graph", "unpad"]) == 0
     compile(capsys.readouterr().out, "<graph>", "exec")
     assert cli.main(["inspect", f"{target}:make", "--graph", "lower"]) == 2
@@ -121,17 +115,13 @@ def test_inspect_prints_one_graph(
         ("factory_under_test:backwards", "expected (model, inputs)"),
     ],
 )
-def test_bad_targets_say_what_is_allowed(
-    target: str, capsys: pytest.CaptureFixture[str], given: str, message: str
-) -> None:
+def test_bad_targets_say_what_is_allowed(target: str, capsys: pytest.CaptureFixture[str], given: str, message: str) -> None:
     assert cli.main(["inspect", given]) == 2
     error = capsys.readouterr().err
     assert error.startswith("gemopt inspect: target: ") and message in error
 
 
-def test_a_missing_import_inside_the_target_keeps_its_own_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_import_inside_the_target_keeps_its_own_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "broken_target.py").write_text("import surely_not_installed\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 
-import gemopt
 import pytest
 import torch
-from gemopt.model_zoo.sasrec import SASRec, SASRecConfig
 from torch import Tensor, nn
+
+import gemopt
+from gemopt.model_zoo.sasrec import SASRec, SASRecConfig
 
 pytestmark = pytest.mark.gpu
 

@@ -51,9 +51,7 @@ def wheel(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel, built by way of the source distribution: what that lacks, the wheel lacks."""
     dist = tmp_path_factory.mktemp("dist")
     build = f"from setuptools import build_meta; print(build_meta.build_sdist({str(dist)!r}))"
-    done = subprocess.run(
-        [sys.executable, "-c", build], cwd=checkout, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", build], cwd=checkout, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     (sdist,) = dist.glob("gemopt-*.tar.gz")
     pip("wheel", sdist, "--no-deps", "--no-build-isolation", "-w", dist)
@@ -163,12 +161,7 @@ def test_importing_gemopt_is_cheap(checkout: Path, tmp_path: Path) -> None:
 
 def test_no_source_imports_the_bare_names() -> None:
     """`import passes` would work in a checkout and break where it is installed."""
-    bare = tuple(
-        f"{verb} {name}{end}"
-        for verb in ("import", "from")
-        for name in CLAIMED[:2]
-        for end in (" ", ".", "\n")
-    )
+    bare = tuple(f"{verb} {name}{end}" for verb in ("import", "from") for name in CLAIMED[:2] for end in (" ", ".", "\n"))
     for top in ("gemopt", "passes", "model_zoo", "bench", "tests"):
         for path in (ROOT / top).rglob("*.py"):
             for line in path.read_text(encoding="utf-8").splitlines():

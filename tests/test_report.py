@@ -141,9 +141,7 @@ def test_missing_values_are_named() -> None:
     st.sampled_from(["S", "N", "E", "I", "Q", "O", "T", "s0", "zoo"]),
 )
 def test_formulas_survive_json_whatever_their_symbols_are_called(a: int, b: int, name: str) -> None:
-    x = sympy.Symbol(
-        name, integer=True, positive=True
-    )  # sympify would read S, N, E, I, Q, O as its own objects
+    x = sympy.Symbol(name, integer=True, positive=True)  # sympify would read S, N, E, I, Q, O as its own objects
     cost = Cost.of(flops_before=a * x**2 + b, flops_after=sympy.floor(x / 2), bytes_before=sympy.Max(x, 3))
     back = Cost.from_dict(json.loads(json.dumps(cost.to_dict())))
     at = {name: 7.0}
@@ -398,9 +396,7 @@ def test_small_constants_are_written_out_and_large_ones_replaced() -> None:
     graph.output(tuple(nodes))
     code = readable(fx.GraphModule(Root(), graph), "constants", "Graph")
     small, large, flags = run(code, "Graph")
-    assert torch.equal(
-        small.nan_to_num(9.0), torch.tensor([[1.5, float("-inf")], [9.0, 2.0]]).nan_to_num(9.0)
-    )
+    assert torch.equal(small.nan_to_num(9.0), torch.tensor([[1.5, float("-inf")], [9.0, 2.0]]).nan_to_num(9.0))
     assert large.shape == (MAX_LITERAL + 1,) and large.dtype == torch.float64 and "stand-in" in code
     assert flags.tolist() == [True, False]
 

@@ -148,11 +148,7 @@ class Layout:
 
     def _absorbs(self, node: fx.Node, user: fx.Node) -> bool:
         """Whether a padded reader takes the packed tensor as it is (a sum over tokens, a gather, a loss)."""
-        return (
-            user.op == "call_function"
-            and user in self.known.infos
-            and self.known.info(user).kind in _ABSORBING
-        )
+        return user.op == "call_function" and user in self.known.infos and self.known.info(user).kind in _ABSORBING
 
     def _operands(self, node: fx.Node) -> list[fx.Node]:
         site = self.sites.get(node)

@@ -3,6 +3,7 @@
 That kernel adds the rows of a bag in order, so it is deterministic; it is vectorised over features, parallel over bags,
 and accumulates bf16 and fp16 in fp32. Bytes: every row once.
 """
+
 import torch
 from torch import Tensor
 
@@ -17,6 +18,5 @@ def segment_sum(values: Tensor, offsets: Tensor) -> Tensor:
         return values.new_zeros(out_shape)
     flat = values[:rows].reshape(rows, -1).contiguous()
     index = torch.arange(rows, dtype=torch.int64, device=values.device)
-    bags = torch.ops.aten._embedding_bag_forward_only(
-        flat, index, offsets.to(torch.int64), False, 0, False, None, True)[0]
+    bags = torch.ops.aten._embedding_bag_forward_only(flat, index, offsets.to(torch.int64), False, 0, False, None, True)[0]
     return bags.reshape(out_shape)

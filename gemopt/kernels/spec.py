@@ -1,4 +1,5 @@
 """The arguments of jagged attention that are not packed tensors, shared by the kernels of all devices."""
+
 from dataclasses import dataclass
 
 from torch import Tensor

@@ -8,6 +8,7 @@
 
 All are functional, have fakes for compilation with symbolic sizes, and explicit backward ops.
 """
+
 from gemopt.ops.attention import jagged_attention
 from gemopt.ops.packing import pack, unpack
 from gemopt.ops.segments import segment_sum

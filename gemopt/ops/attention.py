@@ -8,6 +8,7 @@ over the keys that query i sees; a query that sees none (or whose sequence has n
 forward also returns the log of the denominator, from which the backward recomputes the weights (Dao et al.,
 "FlashAttention", 2022). The backward is an op of its own, so that a compiled graph holds one node per direction.
 """
+
 import math
 from typing import Any
 
@@ -29,8 +30,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 def _spec(args: tuple[Any, ...]) -> AttentionSpec:
     q_offsets, k_offsets, max_q, max_k, scale, causal, bottom_right, left, right, q_pos, k_pos, p, seed = args
-    return AttentionSpec(q_offsets, k_offsets, max_q, max_k, scale, causal, bottom_right, (left, right), q_pos, k_pos,
-                         p, seed)
+    return AttentionSpec(
+        q_offsets, k_offsets, max_q, max_k, scale, causal, bottom_right, (left, right), q_pos, k_pos, p, seed
+    )
 
 
 def _lse_dtype(q: Tensor) -> torch.dtype:
@@ -38,8 +40,10 @@ def _lse_dtype(q: Tensor) -> torch.dtype:
 
 
 @torch.library.custom_op(
-    op_name("jagged_attention"), mutates_args=(),
-    schema=f"(Tensor q, Tensor k, Tensor v, {_SPEC_SCHEMA}) -> (Tensor, Tensor)")
+    op_name("jagged_attention"),
+    mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor v, {_SPEC_SCHEMA}) -> (Tensor, Tensor)",
+)
 def _attention(q: Tensor, k: Tensor, v: Tensor, *spec: Any) -> tuple[Tensor, Tensor]:
     _check_sizes(q, k, v, spec[9], spec[10])
     forward, _ = attention_kernels(q)
@@ -54,9 +58,11 @@ def _(q: Tensor, k: Tensor, v: Tensor, *spec: Any) -> tuple[Tensor, Tensor]:
 
 
 @torch.library.custom_op(
-    op_name("jagged_attention_backward"), mutates_args=(),
+    op_name("jagged_attention_backward"),
+    mutates_args=(),
     schema=f"(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_SPEC_SCHEMA}) "
-           "-> (Tensor, Tensor, Tensor)")
+    "-> (Tensor, Tensor, Tensor)",
+)
 def _attention_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *spec: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -83,15 +89,16 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, 
     if dout is None:
         return (None, None, None, *rest)
     q, k, v, out, lse, q_offsets, k_offsets, q_pos, k_pos, seed = ctx.saved_tensors
-    grads = _attention_backward(
-        dout, q, k, v, out, lse, q_offsets, k_offsets, *ctx.numbers, q_pos, k_pos, ctx.p, seed)
+    grads = _attention_backward(dout, q, k, v, out, lse, q_offsets, k_offsets, *ctx.numbers, q_pos, k_pos, ctx.p, seed)
     needed = (g if n else None for g, n in zip(grads, ctx.needs_input_grad, strict=False))
     return (*needed, *rest)
 
 
 def _no_double_backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-    raise RuntimeError("gemopt.ops.jagged_attention can be differentiated once; its gradient has no gradient. "
-                       "Use gemopt.ops.reference.jagged_attention for second derivatives.")
+    raise RuntimeError(
+        "gemopt.ops.jagged_attention can be differentiated once; its gradient has no gradient. "
+        "Use gemopt.ops.reference.jagged_attention for second derivatives."
+    )
 
 
 _attention.register_autograd(_backward, setup_context=_setup)
@@ -114,8 +121,9 @@ def _check_sizes(q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor | None, k_pos: T
             raise ValueError(f"{OP}: {name} has {pos.shape[0]} rows but {of} has {rows.shape[0]}")
 
 
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, k_offsets: Tensor,
-                   q_pos: Tensor | None, k_pos: Tensor | None) -> None:
+def _check_tensors(
+    q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, k_offsets: Tensor, q_pos: Tensor | None, k_pos: Tensor | None
+) -> None:
     """Ranks, dtypes and devices."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(OP, name, x)
@@ -125,8 +133,7 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, k_offsets
             raise ValueError(f"{OP}: {name} must be floating (fp64, fp32, bf16, fp16), got {x.dtype}")
         if x.dtype != q.dtype:
             raise ValueError(f"{OP}: {name} is {x.dtype} but q is {q.dtype}")
-    for name, index in (("q_offsets", q_offsets), ("k_offsets", k_offsets), ("q_positions", q_pos),
-                        ("k_positions", k_pos)):
+    for name, index in (("q_offsets", q_offsets), ("k_offsets", k_offsets), ("q_positions", q_pos), ("k_positions", k_pos)):
         if index is not None:
             check_index(OP, name, index)
             check_same_device(OP, name, index, "q", q)
@@ -136,8 +143,9 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, k_offsets
         raise ValueError(f"{OP}: q_offsets has {q_offsets.shape[0]} elements but k_offsets has {k_offsets.shape[0]}")
 
 
-def _check_options(q: Tensor, causal_align: str, positions: bool, window: tuple[int, int], dropout_p: float,
-                   seed: Tensor | None) -> None:
+def _check_options(
+    q: Tensor, causal_align: str, positions: bool, window: tuple[int, int], dropout_p: float, seed: Tensor | None
+) -> None:
     if causal_align not in ("top_left", "bottom_right"):
         raise ValueError(f'{OP}: causal_align must be "top_left" or "bottom_right", got {causal_align!r}')
     if causal_align == "bottom_right" and positions:
@@ -203,9 +211,24 @@ def jagged_attention(
         if q.shape[2] == 0:
             raise ValueError(f"{OP}: head_dim must be at least 1 when scale is not given, got 0")
         scale = 1.0 / math.sqrt(q.shape[2])
-    out, _ = _attention(q, k, v, q_offsets, k_offsets, max_q, max_k, float(scale), bool(causal),
-                        causal_align == "bottom_right", window[0], window[1], q_positions, k_positions, float(dropout_p),
-                        seed if dropout_p > 0.0 else None)
+    out, _ = _attention(
+        q,
+        k,
+        v,
+        q_offsets,
+        k_offsets,
+        max_q,
+        max_k,
+        float(scale),
+        bool(causal),
+        causal_align == "bottom_right",
+        window[0],
+        window[1],
+        q_positions,
+        k_positions,
+        float(dropout_p),
+        seed if dropout_p > 0.0 else None,
+    )
     return out
 
 

@@ -3,6 +3,7 @@
 They run while Dynamo, AOTAutograd and FakeTensor trace, where a size may be a symbol nobody knows yet. So a size is
 looked at only when it is a plain `int`; sizes that are symbols are checked by the kernels, on the real tensors.
 """
+
 from collections.abc import Callable
 
 import torch
@@ -37,5 +38,4 @@ def same_size(a: object, b: object) -> bool:
 
 
 def check_same_device(op: str, name: str, value: Tensor, other_name: str, other: Tensor) -> None:
-    check(value.device == other.device,
-          lambda: f"{op}: {name} is on {value.device} but {other_name} is on {other.device}")
+    check(value.device == other.device, lambda: f"{op}: {name} is on {value.device} but {other_name} is on {other.device}")

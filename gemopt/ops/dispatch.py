@@ -3,6 +3,7 @@
 `GEMOPT_FORCE_TRITON=1` sends CPU tensors to the Triton kernels; with `TRITON_INTERPRET=1` these then run under Triton's
 interpreter, which is how the kernels are tested without a GPU.
 """
+
 import os
 from collections.abc import Callable
 

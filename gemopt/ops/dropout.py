@@ -10,6 +10,7 @@ Wellons' low-bias constants (github.com/skeeto/hash-prospector). All arithmetic 
 
 `gemopt/kernels/triton/dropout.py` states the same function for Triton; a test compares the two bit by bit.
 """
+
 import torch
 from torch import Tensor
 

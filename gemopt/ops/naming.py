@@ -5,6 +5,7 @@ nor its backward (pytorch#144344). An op that keeps its name across an edit ther
 the old formula. Every op name here ends in eight hex digits of a hash over all sources of `gemopt.ops` and
 `gemopt.kernels`, so a changed source is a different op.
 """
+
 import hashlib
 from functools import cache
 from pathlib import Path

@@ -6,6 +6,7 @@
 `index` holds distinct rows in ascending order, so the two are inverse on those rows and each is the other's backward:
 no atomics, deterministic, one read and one write per element. Both are differentiable any number of times.
 """
+
 import math
 from typing import Any
 
@@ -27,10 +28,13 @@ def _(x: Tensor, index: Tensor) -> Tensor:
 
 
 @torch.library.custom_op(
-    op_name("unpack"), mutates_args=(), schema="(Tensor values, Tensor index, SymInt rows, float fill) -> Tensor")
+    op_name("unpack"), mutates_args=(), schema="(Tensor values, Tensor index, SymInt rows, float fill) -> Tensor"
+)
 def _unpack(values: Tensor, index: Tensor, rows: int, fill: float) -> Tensor:
-    check(values.shape[0] == index.shape[0],
-          lambda: f"unpack: values has {values.shape[0]} rows but index has {index.shape[0]}")
+    check(
+        values.shape[0] == index.shape[0],
+        lambda: f"unpack: values has {values.shape[0]} rows but index has {index.shape[0]}",
+    )
     out = values.new_full((rows, *values.shape[1:]), fill)
     return out.index_copy_(0, index, values)
 
@@ -95,11 +99,15 @@ def unpack(values: Tensor, index: Tensor, rows: int, fill: float = 0.0) -> Tenso
     check_index("unpack", "index", index, (torch.int64,))
     check(values.dim() >= 1, "unpack: values must have at least one dim, got 0-D")
     check_same_device("unpack", "index", index, "values", values)
-    check(same_size(values.shape[0], index.shape[0]),
-          lambda: f"unpack: values has {values.shape[0]} rows but index has {index.shape[0]}")
+    check(
+        same_size(values.shape[0], index.shape[0]),
+        lambda: f"unpack: values has {values.shape[0]} rows but index has {index.shape[0]}",
+    )
     check(type(rows) is not int or rows >= 0, lambda: f"unpack: rows must be at least 0, got {rows}")
-    check(values.dtype.is_floating_point or values.dtype.is_complex or math.isfinite(fill),
-          lambda: f"unpack: fill must be finite for {values.dtype}, got {fill}")
+    check(
+        values.dtype.is_floating_point or values.dtype.is_complex or math.isfinite(fill),
+        lambda: f"unpack: fill must be finite for {values.dtype}, got {fill}",
+    )
     return _unpack(values, index, rows, float(fill))
 
 

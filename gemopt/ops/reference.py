@@ -2,6 +2,7 @@
 
 Used by tests as the independent oracle, in fp64; shares nothing with the kernels but the dropout generator.
 """
+
 import math
 from itertools import pairwise
 
@@ -45,10 +46,22 @@ def visible(
 
 
 def jagged_attention(
-    q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, k_offsets: Tensor, max_q: int = 0, max_k: int = 0, *,
-    scale: float | None = None, causal: bool = False, causal_align: str = "top_left",
-    window: tuple[int, int] = (-1, -1), q_positions: Tensor | None = None, k_positions: Tensor | None = None,
-    dropout_p: float = 0.0, seed: Tensor | None = None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_offsets: Tensor,
+    k_offsets: Tensor,
+    max_q: int = 0,
+    max_k: int = 0,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    causal_align: str = "top_left",
+    window: tuple[int, int] = (-1, -1),
+    q_positions: Tensor | None = None,
+    k_positions: Tensor | None = None,
+    dropout_p: float = 0.0,
+    seed: Tensor | None = None,
 ) -> Tensor:
     """As `gemopt.ops.jagged_attention`, for CPU tensors, differentiable to any order."""
     heads, groups = q.shape[1], q.shape[1] // k.shape[1]
@@ -58,9 +71,15 @@ def jagged_attention(
     for b in range(len(qo) - 1):
         qs, ks = slice(qo[b], qo[b + 1]), slice(ko[b], ko[b + 1])
         lq, lk = qo[b + 1] - qo[b], ko[b + 1] - ko[b]
-        mask = visible(lq, lk, causal, causal_align, window,
-                       None if q_positions is None else q_positions[qs],
-                       None if k_positions is None else k_positions[ks])
+        mask = visible(
+            lq,
+            lk,
+            causal,
+            causal_align,
+            window,
+            None if q_positions is None else q_positions[qs],
+            None if k_positions is None else k_positions[ks],
+        )
         keys, values = (x[ks].repeat_interleave(groups, dim=1) for x in (k, v))
         scores = torch.einsum("ihd,jhd->hij", q[qs], keys) * scale
         # exp(s - max) over visible keys by hand: torch.softmax would give NaN for a row that sees none.

@@ -5,6 +5,7 @@
 Accumulates half types in fp32, is deterministic, gives 0 for an empty sequence; the backward copies each sequence's
 gradient to its rows, which is `pack` without distinctness: out[t] = grad[row_to_seq[t]].
 """
+
 from typing import Any
 
 import torch
@@ -16,10 +17,13 @@ from gemopt.ops.naming import op_name
 
 
 @torch.library.custom_op(
-    op_name("segment_sum"), mutates_args=(), schema="(Tensor values, Tensor offsets, Tensor row_to_seq) -> Tensor")
+    op_name("segment_sum"), mutates_args=(), schema="(Tensor values, Tensor offsets, Tensor row_to_seq) -> Tensor"
+)
 def _segment_sum(values: Tensor, offsets: Tensor, row_to_seq: Tensor) -> Tensor:
-    check(values.shape[0] == row_to_seq.shape[0],
-          lambda: f"segment_sum: values has {values.shape[0]} rows but row_to_seq has {row_to_seq.shape[0]}")
+    check(
+        values.shape[0] == row_to_seq.shape[0],
+        lambda: f"segment_sum: values has {values.shape[0]} rows but row_to_seq has {row_to_seq.shape[0]}",
+    )
     return kernel.segment_sum(values, offsets)
 
 
@@ -29,7 +33,8 @@ def _(values: Tensor, offsets: Tensor, row_to_seq: Tensor) -> Tensor:
 
 
 @torch.library.custom_op(
-    op_name("segment_spread"), mutates_args=(), schema="(Tensor grad, Tensor offsets, Tensor row_to_seq) -> Tensor")
+    op_name("segment_spread"), mutates_args=(), schema="(Tensor grad, Tensor offsets, Tensor row_to_seq) -> Tensor"
+)
 def _segment_spread(grad: Tensor, offsets: Tensor, row_to_seq: Tensor) -> Tensor:
     return grad.index_select(0, row_to_seq)
 
@@ -72,10 +77,14 @@ def segment_sum(values: Tensor, offsets: Tensor, row_to_seq: Tensor) -> Tensor:
     check(values.dtype.is_floating_point, lambda: f"segment_sum: values must be floating, got {values.dtype}")
     check_same_device("segment_sum", "offsets", offsets, "values", values)
     check_same_device("segment_sum", "row_to_seq", row_to_seq, "values", values)
-    check(type(offsets.shape[0]) is not int or offsets.shape[0] >= 1,
-          "segment_sum: offsets must have at least one element, got 0")
-    check(same_size(values.shape[0], row_to_seq.shape[0]),
-          lambda: f"segment_sum: values has {values.shape[0]} rows but row_to_seq has {row_to_seq.shape[0]}")
+    check(
+        type(offsets.shape[0]) is not int or offsets.shape[0] >= 1,
+        "segment_sum: offsets must have at least one element, got 0",
+    )
+    check(
+        same_size(values.shape[0], row_to_seq.shape[0]),
+        lambda: f"segment_sum: values has {values.shape[0]} rows but row_to_seq has {row_to_seq.shape[0]}",
+    )
     return _segment_sum(values, offsets, row_to_seq)
 
 

@@ -123,9 +123,7 @@ class Report(Locked):
         return plain(self)
 
     def __repr__(self) -> str:
-        return (
-            f"<Report: {len(self)} graphs, {len(self.rewrites)} rewrites, {len(self.rejections)} left alone>"
-        )
+        return f"<Report: {len(self)} graphs, {len(self.rewrites)} rewrites, {len(self.rejections)} left alone>"
 
     def print(self) -> None:
         """Print, through rich where it is installed."""
@@ -174,10 +172,7 @@ class Report(Locked):
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Report:
         """Read back :meth:`to_dict`. Raises ValueError for other data or a newer schema."""
-        if (
-            data.get("schema") != SCHEMA
-            or not 1 <= cast(int, data.get("schema_version", 0)) <= SCHEMA_VERSION
-        ):
+        if data.get("schema") != SCHEMA or not 1 <= cast(int, data.get("schema_version", 0)) <= SCHEMA_VERSION:
             raise ValueError(
                 f"not a report this version reads: schema {data.get('schema')!r} version "
                 f"{data.get('schema_version')!r}; expected {SCHEMA!r} up to version {SCHEMA_VERSION}"

@@ -32,9 +32,7 @@ class Locked:
 
     def __getstate__(self) -> dict[str, Any]:
         with self._lock:
-            state = {
-                k: copy.copy(v) if isinstance(v, dict | list | Counter) else v for k, v in vars(self).items()
-            }
+            state = {k: copy.copy(v) if isinstance(v, dict | list | Counter) else v for k, v in vars(self).items()}
         state.pop("_lock")
         return state
 
@@ -100,16 +98,12 @@ class GraphReport(Locked):
         reason: str = "",
     ) -> Rewrite:
         """Record a rewrite (arguments: :class:`Rewrite`) and return it."""
-        value = Rewrite(
-            site, rule, kernel, source, before, after, tuple(assumptions), exactness, verified, reason
-        )
+        value = Rewrite(site, rule, kernel, source, before, after, tuple(assumptions), exactness, verified, reason)
         with self._lock:
             self._rewrites.append(value)
         return value
 
-    def reject(
-        self, site: str, rule: str, *, reason: str, source: str = "", hint: str = "", node: str = ""
-    ) -> Rejection:
+    def reject(self, site: str, rule: str, *, reason: str, source: str = "", hint: str = "", node: str = "") -> Rejection:
         """Record a site that is left alone (arguments: :class:`Rejection`) and return the record."""
         value = Rejection(site, rule, source, reason, hint, node)
         with self._lock:

@@ -53,9 +53,7 @@ def _header(gm: fx.GraphModule, title: str, class_name: str) -> str:
 
 def _assemble(gm: fx.GraphModule, class_name: str, imports: dict[str, str]) -> str:
     classes = _module_class(gm, class_name, imports)
-    lines = [
-        imports[name] for name in sorted(imports, key=lambda n: (not imports[n].startswith("import"), n))
-    ]
+    lines = [imports[name] for name in sorted(imports, key=lambda n: (not imports[n].startswith("import"), n))]
     return "\n".join(["import torch", *lines, "", "", classes]) + "\n"
 
 
@@ -108,8 +106,7 @@ def _symbol_definitions(graph: fx.Graph) -> list[str]:
             for dim, size in enumerate(value.shape):
                 found.setdefault(str(size), f"{node}.size({dim})")
     return [
-        f"{name} = {found[name]}" if name in found else f"{name} = None  # no input has this size"
-        for name in sorted(wanted)
+        f"{name} = {found[name]}" if name in found else f"{name} = None  # no input has this size" for name in sorted(wanted)
     ]
 
 

@@ -134,10 +134,7 @@ class Cost:
 
         symbols = dict(symbols or {})
         names = {name: sympy.Symbol(name) for name in symbols}
-        terms = [
-            sympy.sympify(term, locals=names)
-            for term in (flops_before, flops_after, bytes_before, bytes_after)
-        ]
+        terms = [sympy.sympify(term, locals=names) for term in (flops_before, flops_after, bytes_before, bytes_after)]
         for symbol in sorted({str(s) for term in terms for s in term.free_symbols}):
             symbols.setdefault(symbol, "")
         return cls(**dict(zip(COST_TERMS, terms, strict=True)), symbols=symbols)

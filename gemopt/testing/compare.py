@@ -70,9 +70,7 @@ def compare(
         return Comparison(name, problem)
     if not eager.is_floating_point():
         wrong = int((new != eager).sum())
-        return Comparison(
-            name, f"{wrong} of {new.numel()} values differ" if wrong else "", compared=new.numel()
-        )
+        return Comparison(name, f"{wrong} of {new.numel()} values differ" if wrong else "", compared=new.numel())
     return _floats(name, new.detach(), eager.detach(), reference.detach(), tolerance)
 
 
@@ -110,9 +108,7 @@ def _floats(name: str, new: Tensor, eager: Tensor, reference: Tensor, tolerance:
     out.skipped = new.numel() - out.compared
     error = torch.where(usable, mine - exact, 0.0)
     out.rms_eager = _masked_rms(theirs - exact, usable)
-    out.bound = tolerance.ratio * out.rms_eager + tolerance.ulps * ulp(
-        _masked_rms(exact, usable), eager.dtype
-    )
+    out.bound = tolerance.ratio * out.rms_eager + tolerance.ulps * ulp(_masked_rms(exact, usable), eager.dtype)
     out.rms = _masked_rms(error, usable)
     out.maximum = float(error.abs().max()) if error.numel() else 0.0
     wrong_inf = infinite & (mine != exact)
@@ -143,10 +139,7 @@ def _detail(mine: Tensor, theirs: Tensor, exact: Tensor, compared: Tensor) -> st
         f"fp64 {float(exact[index]):.6g}"
     ]
     lines += _rows(error, torch.where(compared, (theirs - exact).abs(), 0.0))
-    lost = [
-        f"{label} {int(t.isnan().sum())}"
-        for label, t in (("gemopt", mine), ("eager", theirs), ("fp64", exact))
-    ]
+    lost = [f"{label} {int(t.isnan().sum())}" for label, t in (("gemopt", mine), ("eager", theirs), ("fp64", exact))]
     if not all(text.endswith(" 0") for text in lost):
         lines.append("NaN: " + ", ".join(lost) + f" of {exact.numel()}")
     return "\n".join(lines)
@@ -160,9 +153,7 @@ def _rows(error: Tensor, usual: Tensor) -> list[str]:
         return []
     depth = 2 if error.dim() >= 3 else 1
     by_row = error.flatten(depth).amax(-1)
-    level = max(
-        8 * float(usual.max()), float(by_row[by_row.isfinite()].max()) / 100 if by_row.isfinite().any() else 0
-    )
+    level = max(8 * float(usual.max()), float(by_row[by_row.isfinite()].max()) / 100 if by_row.isfinite().any() else 0)
     bad = (by_row > level).nonzero().tolist()
     if not bad or len(bad) == by_row.numel():
         return ["every row differs"] if bad else []

@@ -97,12 +97,8 @@ class EquivalenceResult:
     def _lines(self) -> Iterator[str]:
         for case in self.cases:
             worst = max(case.comparisons, key=lambda c: c.ratio, default=None)
-            figures = (
-                f"{len(case.comparisons)} tensors, {case.compared} values compared, {case.skipped} skipped"
-            )
-            margin = (
-                f", worst {worst.name} at {worst.ratio:.2f} of its bound" if worst and worst.compared else ""
-            )
+            figures = f"{len(case.comparisons)} tensors, {case.compared} values compared, {case.skipped} skipped"
+            margin = f", worst {worst.name} at {worst.ratio:.2f} of its bound" if worst and worst.compared else ""
             state = "ok" if case.ok else "FAILED"
             ran = f", ran {case.path}" if case.path else ""
             yield f"{case.name} ({case.inputs}): {state}, {figures}{margin}{ran}"
@@ -225,9 +221,7 @@ def _source(
     named = isinstance(lengths, (str, list, tuple)) and all(isinstance(n, str) for n in lengths)
     if not (callable(lengths) or named):
         raise TypeError(f"lengths: got {lengths!r}; allowed: 'auto', argument names, a callable")
-    names = (
-        None if callable(lengths) or lengths == "auto" else [lengths] if isinstance(lengths, str) else lengths
-    )
+    names = None if callable(lengths) or lengths == "auto" else [lengths] if isinstance(lengths, str) else lengths
     return ExampleSource(as_batch(inputs), model, names, draw)
 
 
@@ -285,10 +279,7 @@ class Checker:
         mute = {
             n: ~t.isfinite()
             for n, t in reference.tensors.items()
-            if n.startswith("output")
-            and t is not None
-            and t.is_floating_point()
-            and not bool(t.isfinite().all())
+            if n.startswith("output") and t is not None and t.is_floating_point() and not bool(t.isfinite().all())
         }
         if mute and self.loss is None:
             objective = Objective(None, self.seed, mute)
@@ -309,17 +300,13 @@ class Checker:
     def run_eager(self, batch: Batch, objective: Objective, seed: int | None = None) -> Observed:
         self.state.restore()
         seed = self.seed if seed is None else seed
-        return observe(
-            self.model, batch, self.state, objective, seed=seed, autocast=self._autocast_for(batch)
-        )
+        return observe(self.model, batch, self.state, objective, seed=seed, autocast=self._autocast_for(batch))
 
     def run_compiled(self, batch: Batch, objective: Objective, seed: int | None = None) -> Observed:
         self.state.restore()
         before = _steps(self.compiled)
         seed = self.seed if seed is None else seed
-        seen = observe(
-            self.compiled, batch, self.state, objective, seed=seed, autocast=self._autocast_for(batch)
-        )
+        seen = observe(self.compiled, batch, self.state, objective, seed=seed, autocast=self._autocast_for(batch))
         seen.path = _path(before, _steps(self.compiled))
         return seen
 
@@ -346,13 +333,10 @@ class Checker:
     def _compare(self, new: Observed, eager: Observed, reference: Observed) -> list[Comparison]:
         names = dict.fromkeys((*eager.tensors, *new.tensors))
         return [
-            compare(n, new.tensors.get(n), eager.tensors.get(n), reference.tensors.get(n), self.tolerance)
-            for n in names
+            compare(n, new.tensors.get(n), eager.tensors.get(n), reference.tensors.get(n), self.tolerance) for n in names
         ]
 
-    def _second_look(
-        self, case: CaseResult, batch: Batch, objective: Objective, new: Observed, reference: Observed
-    ) -> None:
+    def _second_look(self, case: CaseResult, batch: Batch, objective: Objective, new: Observed, reference: Observed) -> None:
         """Eager's error may be small by luck: measure it again with every float moved by one rounding."""
         doubtful = [c for c in case.failures if c.rms > c.bound and c.problem.startswith("RMS")]
         for run in range(_NOISE_RUNS if doubtful else 0):
@@ -367,9 +351,7 @@ class Checker:
                 few = eager.numel() < _FEW or eager.dtype == torch.float64  # fp64 is no reference for itself
                 ratio = self.tolerance.ratio * (2 if few else 1)
                 c.bound = max(c.bound, ratio * error + self.tolerance.ulps * size)
-        largest = max(
-            (rms(x) for n, x in reference.tensors.items() if x is not None and n.startswith("grad")), default=0.0
-        )
+        largest = max((rms(x) for n, x in reference.tensors.items() if x is not None and n.startswith("grad")), default=0.0)
         for c in doubtful:
             exact, eager = reference.tensors.get(c.name), new.tensors.get(c.name)
             if exact is not None and eager is not None and rms(exact) <= _VANISHING * largest:
@@ -385,9 +367,7 @@ class Checker:
             for parameter in self.state.parameters.values():
                 parameter.copy_(_moved(parameter, generator))
         moved = batch.map(lambda t: _moved(t.detach(), generator).requires_grad_(t.requires_grad))
-        return observe(
-            self.model, moved, self.state, objective, seed=self.seed, autocast=self._autocast_for(batch)
-        )
+        return observe(self.model, moved, self.state, objective, seed=self.seed, autocast=self._autocast_for(batch))
 
 
 def _blind(eager: Observed, reference: Observed) -> str:
@@ -396,10 +376,7 @@ def _blind(eager: Observed, reference: Observed) -> str:
         pairs = [
             (n, t.detach().double(), reference.tensors[n].detach())  # type: ignore[union-attr]
             for n, t in eager.tensors.items()
-            if n.startswith(kind)
-            and t is not None
-            and t.is_floating_point()
-            and reference.tensors.get(n) is not None
+            if n.startswith(kind) and t is not None and t.is_floating_point() and reference.tensors.get(n) is not None
         ]
         finite = [(n, (t - r)[r.isfinite()], r[r.isfinite()]) for n, t, r in pairs if t.shape == r.shape]
         scale = max((rms(r) for _, _, r in finite), default=0.0)

@@ -27,9 +27,7 @@ from torch import Tensor
 from gemopt.testing.lengths import draw_lengths
 
 LengthsDraw = Callable[[str, int, int, torch.Generator], Tensor]
-_LENGTH_NAME = re.compile(
-    r"(^|_)(len|lens|length|lengths|num|n|count|counts|seqlen|seqlens|size)(_|$)|lengths?$", re.I
-)
+_LENGTH_NAME = re.compile(r"(^|_)(len|lens|length|lengths|num|n|count|counts|seqlen|seqlens|size)(_|$)|lengths?$", re.I)
 _HOLE_RATE = 0.25
 
 
@@ -116,17 +114,13 @@ class History:
     lengths: int | None
     max_len: int
     left: bool = False
-    members: dict[int, str] = field(
-        default_factory=dict
-    )  # leaf -> "ids" | "mask" | "inverse_mask" | "tokens"
+    members: dict[int, str] = field(default_factory=dict)  # leaf -> "ids" | "mask" | "inverse_mask" | "tokens"
 
 
 class ExampleSource:
     """Batches like one example. `names` restricts which arguments count as lengths."""
 
-    def __init__(
-        self, example: Batch, model: Callable[..., Any], names: Sequence[str] | None, draw: LengthsDraw
-    ) -> None:
+    def __init__(self, example: Batch, model: Callable[..., Any], names: Sequence[str] | None, draw: LengthsDraw) -> None:
         self.example, self.draw = example, draw
         self.leaves, self.spec = pytree.tree_flatten((example.args, example.kwargs))
         self.names = _leaf_names(example, model)
@@ -139,9 +133,7 @@ class ExampleSource:
     def _batch_size(self) -> int:
         sizes = [leaf.size(0) for leaf in self._tensors().values() if leaf.dim() > 0]
         if not sizes:
-            raise ValueError(
-                "inputs: no tensor with a batch axis, so no cases can be generated; pass cases=('given',)"
-            )
+            raise ValueError("inputs: no tensor with a batch axis, so no cases can be generated; pass cases=('given',)")
         return max(set(sizes), key=sizes.count)
 
     def _tensors(self) -> dict[int, Tensor]:
@@ -151,10 +143,7 @@ class ExampleSource:
         vectors = {
             i: t
             for i, t in self._tensors().items()
-            if t.dim() == 1
-            and t.size(0) == self.batch
-            and not t.is_floating_point()
-            and t.dtype != torch.bool
+            if t.dim() == 1 and t.size(0) == self.batch and not t.is_floating_point() and t.dtype != torch.bool
         }
         if names is not None:
             unknown = [name for name in names if name not in self.names]
@@ -163,9 +152,7 @@ class ExampleSource:
             return [i for i, t in self._tensors().items() if self.names[i] in names]
         found = [i for i, t in vectors.items() if self._is_lengths(i, t)]
         for i in vectors.keys() - set(found):
-            self.notes.append(
-                f"{self.names[i]} is taken as a feature of each sample; lengths have to be named in lengths="
-            )
+            self.notes.append(f"{self.names[i]} is taken as a feature of each sample; lengths have to be named in lengths=")
         return found
 
     def _is_lengths(self, index: int, vector: Tensor) -> bool:
@@ -192,9 +179,7 @@ class ExampleSource:
         sizes = sorted({_tokens(t) for t in self._tensors().values() if t.dim() >= 2})
         matching = [_tokens(t) for t in self._tensors().values() if _counts_match(t, vector)]
         stem = _stem(self.names[index])
-        named = [
-            _tokens(t) for i, t in self._tensors().items() if t.dim() >= 2 and stem and stem in self.names[i]
-        ]
+        named = [_tokens(t) for i, t in self._tensors().items() if t.dim() >= 2 and stem and stem in self.names[i]]
         longest = int(vector.max()) if vector.numel() else 0
         return next(iter(matching + named + [s for s in sizes if s >= longest] + [longest]))
 
@@ -211,11 +196,7 @@ class ExampleSource:
 
     def _implied(self, taken: list[int]) -> list[History]:
         """Histories that no lengths vector governs, one for each padded size that shows padding."""
-        free = {
-            i: t
-            for i, t in self._tensors().items()
-            if i not in taken and t.dim() >= 2 and t.size(0) == self.batch
-        }
+        free = {i: t for i, t in self._tensors().items() if i not in taken and t.dim() >= 2 and t.size(0) == self.batch}
         histories: list[History] = []
         for size in sorted({_tokens(t) for t in free.values()}):
             members = {i: t for i, t in free.items() if _tokens(t) == size}
@@ -251,9 +232,7 @@ class ExampleSource:
             return clone(leaf).requires_grad_(leaf.requires_grad)
         return leaf.detach()[: len(rows)].clone().requires_grad_(leaf.requires_grad)
 
-    def _redraw(
-        self, history: History, case: str, leaves: list[Any], rows: Tensor, generator: torch.Generator
-    ) -> None:
+    def _redraw(self, history: History, case: str, leaves: list[Any], rows: Tensor, generator: torch.Generator) -> None:
         lengths = self.draw(case, len(rows), history.max_len, generator)[: len(rows)]
         valid = torch.arange(history.max_len)[None, :] < lengths[:, None]
         if case == "holes":
@@ -316,11 +295,7 @@ def _validity(tensor: Tensor, counts: Tensor | None) -> Tensor | None:
     values = flat[:, :, 0]
     if _is_mask(tensor):
         valid = values != 0
-        inverse = (
-            counts is not None
-            and not torch.equal(valid.sum(1), counts.long())
-            and _same_counts(~valid, counts)
-        )
+        inverse = counts is not None and not torch.equal(valid.sum(1), counts.long()) and _same_counts(~valid, counts)
         return ~valid if inverse else valid
     if tensor.is_floating_point():
         return None

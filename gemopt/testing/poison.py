@@ -131,9 +131,7 @@ def _overwrite(batch: Batch, name: str, dead: Tensor, value: float) -> Batch:
         if tensor is not target:
             return tensor
         wide = dead.reshape(*dead.shape, *(1,) * (tensor.dim() - 2))
-        return torch.where(wide, _representable(value, tensor.dtype), tensor.detach()).requires_grad_(
-            tensor.requires_grad
-        )
+        return torch.where(wide, _representable(value, tensor.dtype), tensor.detach()).requires_grad_(tensor.requires_grad)
 
     return batch.map(change)
 

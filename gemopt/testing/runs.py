@@ -227,11 +227,7 @@ def observe(
 
 
 def _kept(tensor: Tensor) -> Tensor:
-    return (
-        tensor.detach().requires_grad_(tensor.requires_grad)
-        if tensor.is_floating_point()
-        else tensor.detach()
-    )
+    return tensor.detach().requires_grad_(tensor.requires_grad) if tensor.is_floating_point() else tensor.detach()
 
 
 def observe_double(

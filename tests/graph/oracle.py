@@ -106,15 +106,16 @@ class Evaluator:
 
     def everywhere(self, term: Term, sizes: Sequence[int], undefined: Any = None) -> Tensor:
         """The term at all indices, float64 (bools as 0 and 1); `undefined` stands for out-of-range reads."""
-        result = torch.empty(tuple(sizes), dtype=torch.float64)
-        for index in itertools.product(*map(range, sizes)):
+        used = sorted(term.slots)
+        result = torch.empty([sizes[s] for s in used], dtype=torch.float64)
+        for index in itertools.product(*(range(sizes[s]) for s in used)):
             try:
-                result[index] = float(self.at(term, index))
+                result[index] = float(self.at(term, dict(zip(used, index, strict=True))))
             except Undefined:
                 if undefined is None:
                     raise
                 result[index] = undefined
-        return result
+        return result.reshape([n if s in used else 1 for s, n in enumerate(sizes)]).expand(tuple(sizes))
 
     def mask(self, predicate: Term, sizes: Sequence[int], undefined: bool | None = None) -> Tensor:
         return self.everywhere(predicate, sizes, undefined) != 0

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import gemopt
 import pytest
 import torch
-from gemopt.graph import emit
 from torch import Tensor, nn
+
+import gemopt
+from gemopt.graph import emit
 
 
 class Model(nn.Module):

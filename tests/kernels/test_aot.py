@@ -3,6 +3,7 @@
 No GPU is needed: Triton emits PTX for any target, and the ptxas in its wheel reports registers and spills. The table
 holds the variants whose tiles were chosen for this; a new tile size in `config` has to pass here.
 """
+
 import importlib.util
 import os
 import re
@@ -46,9 +47,19 @@ def spec_of(variant: str) -> AttentionSpec:
     some = torch.zeros(1, dtype=torch.int64)
     everything = variant == "everything"
     return AttentionSpec(
-        some, some, 1, 1, 1.0, variant in ("causal", "everything"), False, (8, -1) if variant == "window" else (-1, -1),
-        some if everything else None, some if everything else None, 0.1 if everything else 0.0,
-        some if everything else None)
+        some,
+        some,
+        1,
+        1,
+        1.0,
+        variant in ("causal", "everything"),
+        False,
+        (8, -1) if variant == "window" else (-1, -1),
+        some if everything else None,
+        some if everything else None,
+        0.1 if everything else 0.0,
+        some if everything else None,
+    )
 
 
 def signature_of(kernel: Any, dtype: torch.dtype, constexprs: dict[str, Any]) -> dict[str, str]:
@@ -70,22 +81,33 @@ def signature_of(kernel: Any, dtype: torch.dtype, constexprs: dict[str, Any]) ->
     return signature
 
 
-def spilled_bytes(kernel: Any, dtype: torch.dtype, constexprs: dict[str, Any], capability: int, folder: Path,
-                  warps: int = 4, stages: int = 1) -> tuple[int, str]:
+def spilled_bytes(
+    kernel: Any,
+    dtype: torch.dtype,
+    constexprs: dict[str, Any],
+    capability: int,
+    folder: Path,
+    warps: int = 4,
+    stages: int = 1,
+) -> tuple[int, str]:
     """Bytes of spill stores and loads, and what ptxas said."""
     signature = signature_of(kernel, dtype, constexprs)
-    aligned = [i for i, (name, kind) in enumerate(signature.items())
-               if kind.startswith("*") or name.endswith("_stride")]  # head_dim is a multiple of 16 in the table
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs,
-                       attrs={(i,): [["tt.divisibility", 16]] for i in aligned})
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32),
-                              options={"num_warps": warps, "num_stages": stages})
+    aligned = [
+        i for i, (name, kind) in enumerate(signature.items()) if kind.startswith("*") or name.endswith("_stride")
+    ]  # head_dim is a multiple of 16 in the table
+    source = ASTSource(
+        fn=kernel, signature=signature, constexprs=constexprs, attrs={(i,): [["tt.divisibility", 16]] for i in aligned}
+    )
+    compiled = triton.compile(
+        source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps, "num_stages": stages}
+    )
     ptx = folder / "kernel.ptx"
     ptx.write_text(compiled.asm["ptx"])
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     ptxas = tools / ("ptxas-blackwell" if capability >= 100 and (tools / "ptxas-blackwell").exists() else "ptxas")
-    report = subprocess.run([ptxas, "-v", f"-arch=sm_{capability}a", ptx, "-o", os.devnull], check=True,
-                            capture_output=True, text=True).stderr
+    report = subprocess.run(
+        [ptxas, "-v", f"-arch=sm_{capability}a", ptx, "-o", os.devnull], check=True, capture_output=True, text=True
+    ).stderr
     spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", report)
     assert spills, report
     return sum(map(int, spills)), report

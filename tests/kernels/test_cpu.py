@@ -1,4 +1,5 @@
 """The CPU kernels' own machinery: plans and workers."""
+
 import os
 import threading
 from itertools import pairwise

@@ -1,4 +1,5 @@
 """Runs the Triton kernel tests under Triton's interpreter, in a process of their own."""
+
 import importlib.util
 import os
 import subprocess
@@ -17,7 +18,23 @@ def test_under_the_interpreter(file: str) -> None:
     root = Path(__file__).resolve().parents[2]
     env = {**os.environ, "TRITON_INTERPRET": "1", "GEMOPT_FORCE_TRITON": "1", "CUDA_VISIBLE_DEVICES": ""}
     env.pop("PYTEST_XDIST_WORKER", None)
-    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", "-m", "not gpu", "-p", "no:cacheprovider",
-                           str(Path(__file__).parent / file)], cwd=root, env=env, capture_output=True, text=True)
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-x",
+            "-m",
+            "not gpu",
+            "-p",
+            "no:cacheprovider",
+            str(Path(__file__).parent / file),
+        ],
+        cwd=root,
+        env=env,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert " passed" in done.stdout and "skipped" not in done.stdout, done.stdout[-2000:]

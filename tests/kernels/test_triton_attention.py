@@ -3,6 +3,7 @@
 The interpreter must be switched on before Triton defines a kernel, so `test_interpreter.py` runs this file in a process
 of its own. It multiplies bf16 wrongly, hence fp32 and fp16 there.
 """
+
 import importlib.util
 import os
 
@@ -30,8 +31,17 @@ DTYPES = [torch.float32, torch.float16] if INTERPRETED else [torch.float32, torc
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 
 
-HALF_CASES = ["plain", "causal", "zeros and ones", "cross causal bottom right", "positions both", "window", "GQA",
-              "narrow values", "dropout causal GQA"]
+HALF_CASES = [
+    "plain",
+    "causal",
+    "zeros and ones",
+    "cross causal bottom right",
+    "positions both",
+    "window",
+    "GQA",
+    "narrow values",
+    "dropout causal GQA",
+]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -81,8 +91,11 @@ def test_dropout_bits() -> None:
             assert torch.equal(out.cpu().bool(), want)
 
 
-@pytest.mark.parametrize(("value", "kwargs"), [
-    (float("nan"), {}), (float("inf"), {"causal": True, "window": (4, -1)}), (float("nan"), {"dropout_p": 0.2})], ids=str)
+@pytest.mark.parametrize(
+    ("value", "kwargs"),
+    [(float("nan"), {}), (float("inf"), {"causal": True, "window": (4, -1)}), (float("nan"), {"dropout_p": 0.2})],
+    ids=str,
+)
 def test_neighbours_do_not_leak(value: float, kwargs: dict) -> None:
     inputs = draw(Case((5, 9, 37, 1, 12), spare=2, kwargs=kwargs), torch.float32)
     clean = run(jagged_attention, inputs, torch.float32, DEVICE)

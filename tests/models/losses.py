@@ -12,9 +12,7 @@ from .registry import DIM, VOCAB, ids_for, register, valid_mask
 
 def next_items(lengths: Tensor, max_len: int, generator: torch.Generator) -> tuple[Tensor, ...]:
     """ids, lengths and the next item at every position, zero at padding."""
-    labels = torch.randint(1, VOCAB, (len(lengths), max_len), generator=generator) * valid_mask(
-        lengths, max_len
-    )
+    labels = torch.randint(1, VOCAB, (len(lengths), max_len), generator=generator) * valid_mask(lengths, max_len)
     return ids_for(lengths, max_len, generator), lengths.clone(), labels
 
 
@@ -34,9 +32,7 @@ class NextItem(nn.Module):
         if self.kind == "ignore_index_transposed":
             return F.cross_entropy(logits.transpose(1, 2), labels, ignore_index=0, reduction="sum")
         if self.kind == "times_mask":
-            each = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(
-                labels.shape
-            )
+            each = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
             mask = (labels != 0).to(each.dtype)
             return (each * mask).sum() / mask.sum().clamp(min=1)
         if self.kind == "boolean_index":
@@ -49,9 +45,7 @@ class NextItem(nn.Module):
         negative = (x * self.body.items(labels.flip(0))).sum(-1)
         valid = labels != 0
         loss = F.binary_cross_entropy_with_logits(positive, torch.ones_like(positive), reduction="none")
-        loss = loss + F.binary_cross_entropy_with_logits(
-            negative, torch.zeros_like(negative), reduction="none"
-        )
+        loss = loss + F.binary_cross_entropy_with_logits(negative, torch.zeros_like(negative), reduction="none")
         return (loss * valid).sum() / valid.sum().clamp(min=1)
 
 
@@ -86,9 +80,7 @@ class Pretraining(nn.Module):
 
     def forward(self, ids: Tensor, lengths: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         x = self.body(ids, lengths)
-        loss = F.cross_entropy(
-            (x @ self.body.items.weight.t()).flatten(0, 1), labels.flatten(), ignore_index=0
-        )
+        loss = F.cross_entropy((x @ self.body.items.weight.t()).flatten(0, 1), labels.flatten(), ignore_index=0)
         return loss, x
 
 

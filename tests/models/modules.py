@@ -40,12 +40,8 @@ class MHAModel(nn.Module):
         y = x if self.batch_first else x.transpose(0, 1)
         mask = None
         if self.causal:
-            mask = torch.triu(
-                torch.ones(ids.size(1), ids.size(1), dtype=torch.bool, device=ids.device), diagonal=1
-            )
-        y, _ = self.attention(
-            y, y, y, key_padding_mask=~valid, need_weights=self.need_weights, attn_mask=mask
-        )
+            mask = torch.triu(torch.ones(ids.size(1), ids.size(1), dtype=torch.bool, device=ids.device), diagonal=1)
+        y, _ = self.attention(y, y, y, key_padding_mask=~valid, need_weights=self.need_weights, attn_mask=mask)
         y = y if self.batch_first else y.transpose(0, 1)
         x = self.norm(x + y)
         return _pool(x + self.mlp(x), valid)
@@ -88,9 +84,7 @@ class DecoderStyle(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = Embed()
-        self.layer = nn.TransformerEncoderLayer(
-            DIM, HEADS, FF, dropout=0.0, batch_first=True, norm_first=True
-        )
+        self.layer = nn.TransformerEncoderLayer(DIM, HEADS, FF, dropout=0.0, batch_first=True, norm_first=True)
 
     def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
         causal = torch.full((ids.size(1), ids.size(1)), float("-inf"), device=ids.device).triu(1)
@@ -114,9 +108,7 @@ class CrossAttentionPool(nn.Module):
         return self.attention(queries, x, x, key_padding_mask=~valid, need_weights=False)[0].flatten(1)
 
 
-def _file(
-    name: str, make_module, inputs, *tags: str, why: str, expected="rewritten", training: bool = True
-) -> None:
+def _file(name: str, make_module, inputs, *tags: str, why: str, expected="rewritten", training: bool = True) -> None:
     def make(seed: int):
         torch.manual_seed(seed)
         return make_module().train(training), inputs

@@ -19,9 +19,7 @@ class Odd(nn.Module):
         super().__init__()
         self.oddity, shared = oddity, Block("matmul", "inf", True, 0.0)
         self.items, self.positions = nn.Embedding(VOCAB, DIM), nn.Embedding(MAX_LEN, DIM)
-        self.blocks = nn.ModuleList(
-            [shared, shared if oddity == "shared" else Block("matmul", "inf", True, 0.0)]
-        )
+        self.blocks = nn.ModuleList([shared, shared if oddity == "shared" else Block("matmul", "inf", True, 0.0)])
         self.batch_norm = nn.BatchNorm1d(DIM) if oddity.startswith("batch_norm") else None
         self.head = nn.Linear(DIM, DIM)
         if oddity == "tied_head":
@@ -123,9 +121,7 @@ class AttentionDropout(nn.Module):
         q, k, v = self.qkv(self.items(ids)).chunk(3, dim=-1)
         if self.sdpa:
             p = self.dropout.p if self.training else 0.0
-            x = F.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None], valid[:, None, None], p)[
-                :, 0
-            ]
+            x = F.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None], valid[:, None, None], p)[:, 0]
         else:
             scores = (q @ k.mT / DIM**0.5).masked_fill(~valid[:, None], float("-inf"))
             x = self.dropout(scores.softmax(-1)) @ v

@@ -27,8 +27,7 @@ VALID: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "not_ge": lambda ids, n: ~(torch.arange(ids.shape[1], device=ids.device).unsqueeze(0) >= n.unsqueeze(1)),
     "le_minus_one": lambda ids, n: torch.arange(ids.shape[1], device=ids.device) <= (n - 1).view(-1, 1),
     "expand_lt": lambda ids, n: (
-        torch.arange(ids.size(1), device=ids.device).expand(ids.size(0), -1)
-        < n.view(-1, 1).expand(-1, ids.size(1))
+        torch.arange(ids.size(1), device=ids.device).expand(ids.size(0), -1) < n.view(-1, 1).expand(-1, ids.size(1))
     ),
     "ids_ne": lambda ids, n: ids != 0,
     "ids_gt": lambda ids, n: ids > 0,
@@ -62,15 +61,11 @@ FILL: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "inf": lambda s, keep: s.masked_fill(~keep, float("-inf")),
     "finfo_min": lambda s, keep: s.masked_fill(~keep, torch.finfo(s.dtype).min),
     "1e9": lambda s, keep: s.masked_fill(keep == 0, -1e9),
-    "where_inf": lambda s, keep: torch.where(
-        keep, s, torch.full((), float("-inf"), dtype=s.dtype, device=s.device)
-    ),
+    "where_inf": lambda s, keep: torch.where(keep, s, torch.full((), float("-inf"), dtype=s.dtype, device=s.device)),
     "where_1e9": lambda s, keep: torch.where(keep, s, torch.ones_like(s) * (-(2**32) + 1.0)),
     "additive_1e4": lambda s, keep: s + (1.0 - keep.to(s.dtype)) * -10000.0,
     "additive_finfo": lambda s, keep: s + (1.0 - keep.to(s.dtype)) * torch.finfo(s.dtype).min,
-    "additive_inf": lambda s, keep: (
-        s + torch.zeros_like(keep, dtype=s.dtype).masked_fill(~keep, float("-inf"))
-    ),
+    "additive_inf": lambda s, keep: s + torch.zeros_like(keep, dtype=s.dtype).masked_fill(~keep, float("-inf")),
     "inplace": _fill_inplace,
 }
 Fill = Callable[[Tensor, Tensor], Tensor]
@@ -91,18 +86,14 @@ def _merge(x: Tensor) -> Tensor:
     return x.transpose(1, 2).contiguous().view(x.size(0), x.size(2), x.size(1) * x.size(3))
 
 
-def attend_matmul(
-    q: Tensor, k: Tensor, v: Tensor, valid: Tensor, causal: Tensor | None, fill: Fill
-) -> Tensor:
+def attend_matmul(q: Tensor, k: Tensor, v: Tensor, valid: Tensor, causal: Tensor | None, fill: Fill) -> Tensor:
     """The Annotated Transformer's spelling, heads as a fourth axis."""
     q, k, v = _split(q), _split(k), _split(v)
     scores = torch.matmul(q, k.transpose(-2, -1)) / math.sqrt(q.size(-1))
     return _merge(torch.matmul(torch.softmax(fill(scores, _keep4(valid, causal)), dim=-1), v))
 
 
-def attend_scale_first(
-    q: Tensor, k: Tensor, v: Tensor, valid: Tensor, causal: Tensor | None, fill: Fill
-) -> Tensor:
+def attend_scale_first(q: Tensor, k: Tensor, v: Tensor, valid: Tensor, causal: Tensor | None, fill: Fill) -> Tensor:
     """Scale on Q before the product, `@`, permuted K, Softmax module."""
     batch, length, dim = q.shape
     q = (q * (dim // HEADS) ** -0.5).reshape(batch, length, HEADS, -1).permute(0, 2, 1, 3)
@@ -112,24 +103,18 @@ def attend_scale_first(
     return (probs @ v).permute(0, 2, 1, 3).flatten(2)
 
 
-def attend_single_bmm(
-    q: Tensor, k: Tensor, v: Tensor, valid: Tensor, causal: Tensor | None, fill: Fill
-) -> Tensor:
+def attend_single_bmm(q: Tensor, k: Tensor, v: Tensor, valid: Tensor, causal: Tensor | None, fill: Fill) -> Tensor:
     """One head, three axes, `bmm`."""
     keep = valid[:, None, :] if causal is None else valid[:, None, :] & causal[None]
     scores = torch.bmm(q, k.transpose(1, 2)) / q.size(-1) ** 0.5
     return torch.bmm(F.softmax(fill(scores, keep), dim=2), v)
 
 
-def attend_merged_bmm(
-    q: Tensor, k: Tensor, v: Tensor, valid: Tensor, causal: Tensor | None, fill: Fill
-) -> Tensor:
+def attend_merged_bmm(q: Tensor, k: Tensor, v: Tensor, valid: Tensor, causal: Tensor | None, fill: Fill) -> Tensor:
     """Heads merged in the batch axis, `[B * H, L, d]`, the mask repeated per head."""
     batch, length, dim = q.shape
     q, k, v = (
-        x.view(batch, length, HEADS, dim // HEADS)
-        .transpose(1, 2)
-        .reshape(batch * HEADS, length, dim // HEADS)
+        x.view(batch, length, HEADS, dim // HEADS).transpose(1, 2).reshape(batch * HEADS, length, dim // HEADS)
         for x in (q, k, v)
     )
     keep = valid.unsqueeze(1).expand(-1, length, -1)
@@ -140,9 +125,7 @@ def attend_merged_bmm(
     return out.view(batch, HEADS, length, dim // HEADS).transpose(1, 2).reshape(batch, length, dim)
 
 
-def attend_cat_heads(
-    q: Tensor, k: Tensor, v: Tensor, valid: Tensor, causal: Tensor | None, fill: Fill
-) -> Tensor:
+def attend_cat_heads(q: Tensor, k: Tensor, v: Tensor, valid: Tensor, causal: Tensor | None, fill: Fill) -> Tensor:
     """SASRec's TensorFlow heritage: split on features, cat on batch, mask tiled, cat back."""
     width = q.size(-1) // HEADS
     q, k, v = (torch.cat(torch.split(x, width, dim=2), dim=0) for x in (q, k, v))
@@ -152,9 +135,7 @@ def attend_cat_heads(
     return torch.cat(torch.chunk(torch.matmul(probs, v), HEADS, dim=0), dim=2)
 
 
-def attend_einsum(
-    q: Tensor, k: Tensor, v: Tensor, valid: Tensor, causal: Tensor | None, fill: Fill
-) -> Tensor:
+def attend_einsum(q: Tensor, k: Tensor, v: Tensor, valid: Tensor, causal: Tensor | None, fill: Fill) -> Tensor:
     batch, length, dim = q.shape
     q, k, v = (x.view(batch, length, HEADS, dim // HEADS) for x in (q, k, v))
     scores = torch.einsum("blhd,bmhd->bhlm", q, k) / math.sqrt(dim // HEADS)
@@ -162,18 +143,14 @@ def attend_einsum(
     return torch.einsum("bhlm,bmhd->blhd", probs, v).reshape(batch, length, dim)
 
 
-def attend_mul_sum(
-    q: Tensor, k: Tensor, v: Tensor, valid: Tensor, causal: Tensor | None, fill: Fill
-) -> Tensor:
+def attend_mul_sum(q: Tensor, k: Tensor, v: Tensor, valid: Tensor, causal: Tensor | None, fill: Fill) -> Tensor:
     """The contraction as broadcast multiply and sum, as small research code does."""
     keep = valid[:, None, :] if causal is None else valid[:, None, :] & causal
     scores = (q[:, :, None, :] * k[:, None, :, :]).sum(-1) / q.size(-1) ** 0.5
     return (torch.softmax(fill(scores, keep), -1)[..., None] * v[:, None]).sum(2)
 
 
-def attend_exp_sum(
-    q: Tensor, k: Tensor, v: Tensor, valid: Tensor, causal: Tensor | None, fill: Fill
-) -> Tensor:
+def attend_exp_sum(q: Tensor, k: Tensor, v: Tensor, valid: Tensor, causal: Tensor | None, fill: Fill) -> Tensor:
     """Softmax by hand: exp of the shifted scores, zero where masked, divided by the sum plus epsilon."""
     keep = _keep4(valid, causal)
     q, k, v = _split(q), _split(k), _split(v)
@@ -183,24 +160,18 @@ def attend_exp_sum(
     return _merge((weights / (weights.sum(-1, keepdim=True) + 1e-9)) @ v)
 
 
-def attend_sdpa_bool(
-    q: Tensor, k: Tensor, v: Tensor, valid: Tensor, causal: Tensor | None, fill: Fill
-) -> Tensor:
+def attend_sdpa_bool(q: Tensor, k: Tensor, v: Tensor, valid: Tensor, causal: Tensor | None, fill: Fill) -> Tensor:
     keep = _keep4(valid, causal)
     return _merge(F.scaled_dot_product_attention(_split(q), _split(k), _split(v), attn_mask=keep))
 
 
-def attend_sdpa_float(
-    q: Tensor, k: Tensor, v: Tensor, valid: Tensor, causal: Tensor | None, fill: Fill
-) -> Tensor:
+def attend_sdpa_float(q: Tensor, k: Tensor, v: Tensor, valid: Tensor, causal: Tensor | None, fill: Fill) -> Tensor:
     keep = _keep4(valid, causal).expand(-1, 1, q.size(1), -1)
     bias = fill(torch.zeros(keep.shape, dtype=q.dtype, device=q.device), keep)
     return _merge(F.scaled_dot_product_attention(_split(q), _split(k), _split(v), attn_mask=bias))
 
 
-def attend_sdpa_is_causal(
-    q: Tensor, k: Tensor, v: Tensor, valid: Tensor, causal: Tensor | None, fill: Fill
-) -> Tensor:
+def attend_sdpa_is_causal(q: Tensor, k: Tensor, v: Tensor, valid: Tensor, causal: Tensor | None, fill: Fill) -> Tensor:
     """No padding mask: a right-padded causal model needs none, no valid query sees a padded key."""
     return _merge(F.scaled_dot_product_attention(_split(q), _split(k), _split(v), is_causal=True))
 

@@ -81,9 +81,7 @@ def ids_for(lengths: torch.Tensor, max_len: int, generator: torch.Generator) -> 
     return ids * valid_mask(lengths, max_len)
 
 
-def ids_and_lengths(
-    lengths: torch.Tensor, max_len: int, generator: torch.Generator
-) -> tuple[torch.Tensor, ...]:
+def ids_and_lengths(lengths: torch.Tensor, max_len: int, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
     return ids_for(lengths, max_len, generator), lengths.clone()
 
 
@@ -95,15 +93,11 @@ def ids_and_mask(lengths: torch.Tensor, max_len: int, generator: torch.Generator
     return ids_for(lengths, max_len, generator), valid_mask(lengths, max_len)
 
 
-def floats_and_lengths(
-    lengths: torch.Tensor, max_len: int, generator: torch.Generator
-) -> tuple[torch.Tensor, ...]:
+def floats_and_lengths(lengths: torch.Tensor, max_len: int, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
     """Float tokens `[B, max_len, DIM]` whose padding is ordinary noise, not zero."""
     return torch.randn(len(lengths), max_len, DIM, generator=generator), lengths.clone()
 
 
-def floats_and_mask(
-    lengths: torch.Tensor, max_len: int, generator: torch.Generator
-) -> tuple[torch.Tensor, ...]:
+def floats_and_mask(lengths: torch.Tensor, max_len: int, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
     tokens = torch.randn(len(lengths), max_len, DIM, generator=generator)
     return tokens, valid_mask(lengths, max_len)

@@ -27,9 +27,7 @@ _file("last_index", "rewritten", "advanced index at length - 1", "pool", pool="l
 _file("last_one_hot", "rewritten", "sum with a one-hot of length - 1", "pool", pool="last_one_hot")
 _file("last_counted", "rewritten", "last position counted from the mask", "pool", pool="last_counted")
 _file("masked_mean", "rewritten", "mean over valid rows", "pool", pool="mean", layers=2)
-_file(
-    "mean_by_length", "rewritten", "divides by the length as given: 0 / 0 stays", "pool", pool="mean_lengths"
-)
+_file("mean_by_length", "rewritten", "divides by the length as given: 0 / 0 stays", "pool", pool="mean_lengths")
 _file("sum_where", "rewritten", "sum of where(mask, x, 0)", "pool", pool="sum_where")
 _file("sum_bmm", "rewritten", "masked sum as a matrix product", "pool", pool="sum_bmm")
 _file("masked_max", "rewritten", "max over rows filled with -1e9", "pool", pool="max")
@@ -68,9 +66,7 @@ _file("causal_arange", "rewritten", "positions compared", "causal", causal="aran
 _file("fill_finfo", "rewritten", "finfo.min", "fill", fill="finfo_min")
 _file("fill_1e9", "rewritten", "-1e9 where mask == 0", "fill", fill="1e9")
 _file("fill_where_inf", "rewritten", "where with a 0-d -inf", "fill", fill="where_inf")
-_file(
-    "fill_where_1e9", "rewritten", "where with the SASRec constant", "fill", fill="where_1e9", causal="tril"
-)
+_file("fill_where_1e9", "rewritten", "where with the SASRec constant", "fill", fill="where_1e9", causal="tril")
 _file(
     "fill_additive_1e4",
     "rewritten",

@@ -68,9 +68,7 @@ class SeveralHistories(nn.Module):
         x = block(self.items(ids) + self.positions(torch.arange(ids.size(1), device=ids.device)), valid, None)
         return (x * valid.unsqueeze(-1)).sum(1) / lengths.clamp(min=1).unsqueeze(-1)
 
-    def forward(
-        self, clicks: Tensor, click_lengths: Tensor, views: Tensor, view_lengths: Tensor, dense: Tensor
-    ) -> Tensor:
+    def forward(self, clicks: Tensor, click_lengths: Tensor, views: Tensor, view_lengths: Tensor, dense: Tensor) -> Tensor:
         a = self._encode(self.clicks, clicks, click_lengths)
         b = self._encode(self.views, views, view_lengths)
         return self.head(torch.cat([a, b, dense], dim=1)).squeeze(1)
@@ -103,9 +101,7 @@ class ConcatHistories(nn.Module):
     def forward(self, a: Tensor, a_lengths: Tensor, b: Tensor, b_lengths: Tensor) -> Tensor:
         x = torch.cat([self.items(a) + self.kind[0], self.items(b) + self.kind[1]], dim=1)
         steps = torch.arange(max(a.size(1), b.size(1)), device=a.device)
-        valid = torch.cat(
-            [steps[: a.size(1)] < a_lengths[:, None], steps[: b.size(1)] < b_lengths[:, None]], dim=1
-        )
+        valid = torch.cat([steps[: a.size(1)] < a_lengths[:, None], steps[: b.size(1)] < b_lengths[:, None]], dim=1)
         return self.block(x, valid, None).masked_fill(~valid[..., None], 0).sum(1)
 
 

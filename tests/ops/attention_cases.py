@@ -1,4 +1,5 @@
 """The jagged attention matrix: cases, inputs and the comparison with the fp64 reference, for every device and kernel."""
+
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,16 +46,16 @@ CASES: dict[str, Case] = {
     "spare rows": Case((4, 9), (6, 2), spare=3),
     "cross": Case((5, 20, 3, 31), (17, 4, 40, 31)),
     "cross causal top left": Case((5, 20, 3, 31), (17, 4, 40, 31), kwargs={"causal": True}),
-    "cross causal bottom right": Case((5, 20, 3, 31), (17, 4, 40, 31),
-                                      kwargs={"causal": True, "causal_align": "bottom_right"}),
+    "cross causal bottom right": Case(
+        (5, 20, 3, 31), (17, 4, 40, 31), kwargs={"causal": True, "causal_align": "bottom_right"}
+    ),
     "self causal bottom right": Case((5, 20), kwargs={"causal": True, "causal_align": "bottom_right"}),
     "window": Case((20, 9, 33), kwargs={"window": (3, 2)}),
     "window left": Case((20, 9, 33), kwargs={"window": (4, -1)}),
     "window right": Case((20, 9, 33), kwargs={"window": (-1, 1)}),
     "window zero": Case((20, 9, 33), kwargs={"window": (0, 0)}),
     "causal window": Case((20, 9, 33), kwargs={"window": (5, 3), "causal": True}),
-    "window, cross, bottom right": Case((20, 9, 4), (7, 30, 11),
-                                        kwargs={"window": (2, 1), "causal_align": "bottom_right"}),
+    "window, cross, bottom right": Case((20, 9, 4), (7, 30, 11), kwargs={"window": (2, 1), "causal_align": "bottom_right"}),
     "positions q": Case((4, 9, 1), (6, 12, 3), positions="q", kwargs={"causal": True}),
     "positions k": Case((4, 9, 1), (6, 12, 3), positions="k", kwargs={"causal": True}),
     "positions both": Case((14, 9, 1), (16, 12, 3), positions="both", kwargs={"causal": True}),
@@ -64,8 +65,9 @@ CASES: dict[str, Case] = {
     "single query": Case((1, 1, 1), (7, 33, 1)),
     "single query, holes": Case((1, 0, 1, 1), (7, 3, 0, 20)),
     "single query, positions": Case((1, 0, 1, 1), (7, 3, 5, 20), positions="both", kwargs={"causal": True}),
-    "single query, bottom right": Case((1, 1), (7, 20), kwargs={"causal": True, "causal_align": "bottom_right",
-                                                               "window": (3, -1)}),
+    "single query, bottom right": Case(
+        (1, 1), (7, 20), kwargs={"causal": True, "causal_align": "bottom_right", "window": (3, -1)}
+    ),
     "single query, window right": Case((1, 1), (7, 20), positions="q", kwargs={"causal": True, "window": (-1, 2)}),
     "single query, GQA": Case((1, 1, 1), (7, 20, 4), heads=6, kv_heads=2, dv=8),
     "single query, dropout": Case((1, 0, 1), (7, 3, 20), kwargs={"dropout_p": 0.4}),
@@ -112,9 +114,12 @@ def draw(case: Case, dtype: torch.dtype, seed: int = 0) -> Inputs:
         return torch.randint(0, 20, (rows,), generator=gen)
 
     kwargs = dict(case.kwargs)
-    kwargs.update(q_offsets=offsets_of(case.q_lens, case.offsets_dtype),
-                  k_offsets=offsets_of(case.key_lens, case.offsets_dtype),
-                  max_q=max(case.q_lens, default=0), max_k=max(case.key_lens, default=0))
+    kwargs.update(
+        q_offsets=offsets_of(case.q_lens, case.offsets_dtype),
+        k_offsets=offsets_of(case.key_lens, case.offsets_dtype),
+        max_q=max(case.q_lens, default=0),
+        max_k=max(case.key_lens, default=0),
+    )
     if case.positions in ("q", "both"):
         kwargs["q_positions"] = positions(rows_q)
     if case.positions in ("k", "both"):
@@ -124,8 +129,13 @@ def draw(case: Case, dtype: torch.dtype, seed: int = 0) -> Inputs:
         kwargs.update(q_positions=ascending, k_positions=ascending.clone())
     if "dropout_p" in kwargs:
         kwargs["seed"] = torch.tensor(0x1234_5678_9ABC_DEF + seed)
-    return Inputs(normal(rows_q, case.heads, case.d), normal(rows_k, case.kv_heads, case.d),
-                  normal(rows_k, case.kv_heads, dv), normal(rows_q, case.heads, dv), kwargs)
+    return Inputs(
+        normal(rows_q, case.heads, case.d),
+        normal(rows_k, case.kv_heads, case.d),
+        normal(rows_k, case.kv_heads, dv),
+        normal(rows_q, case.heads, dv),
+        kwargs,
+    )
 
 
 def run(function: Any, inputs: Inputs, dtype: torch.dtype, device: str = "cpu") -> dict[str, Tensor]:
@@ -142,8 +152,9 @@ def rms(x: Tensor) -> float:
     return x.square().mean().sqrt().item() if x.numel() else 0.0
 
 
-def assert_close(actual: dict[str, Tensor], eager: dict[str, Tensor], exact: dict[str, Tensor], dtype: torch.dtype,
-                 slack: float = 2.0) -> None:
+def assert_close(
+    actual: dict[str, Tensor], eager: dict[str, Tensor], exact: dict[str, Tensor], dtype: torch.dtype, slack: float = 2.0
+) -> None:
     """RMS error at most `slack` times eager's in the same dtype, plus 4 ulp of the tensor's RMS.
 
     Gradients of q and k are differences of terms of the size of the (unit normal) inputs, which bounds the ulp below.

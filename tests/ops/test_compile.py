@@ -1,4 +1,5 @@
 """The ops under fakes, functionalisation and compilation, and across processes."""
+
 import os
 import shutil
 import subprocess
@@ -22,8 +23,17 @@ def attention_arguments(grad: bool, dtype: torch.dtype = torch.float32, **change
     inputs = draw(Case((3, 0, 5), heads=4, kv_heads=2, d=8, dv=changes.pop("dv", 8)), torch.float32)
     q, k, v = (x.to(dtype).requires_grad_(grad) for x in (inputs.q, inputs.k, inputs.v))
     offsets = inputs.kwargs["q_offsets"]
-    rest = {"scale": 0.5, "causal": True, "bottom_right": False, "left": -1, "right": -1, "q_pos": None, "k_pos": None,
-            "p": 0.0, "seed": None} | changes
+    rest = {
+        "scale": 0.5,
+        "causal": True,
+        "bottom_right": False,
+        "left": -1,
+        "right": -1,
+        "q_pos": None,
+        "k_pos": None,
+        "p": 0.0,
+        "seed": None,
+    } | changes
     return (q, k, v, offsets, offsets, 5, 5, *rest.values())
 
 
@@ -31,9 +41,17 @@ POSITIONS = torch.arange(8)
 
 
 @pytest.mark.parametrize("grad", [False, True])
-@pytest.mark.parametrize("changes", [
-    {}, {"dtype": torch.bfloat16}, {"dv": 4}, {"p": 0.2, "seed": torch.tensor([3])},
-    {"left": 2, "q_pos": POSITIONS, "k_pos": POSITIONS}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"dtype": torch.bfloat16},
+        {"dv": 4},
+        {"p": 0.2, "seed": torch.tensor([3])},
+        {"left": 2, "q_pos": POSITIONS, "k_pos": POSITIONS},
+    ],
+    ids=str,
+)
 def test_opcheck_attention(grad: bool, changes: dict) -> None:
     arguments = attention_arguments(grad, **changes)
     torch.library.opcheck(attention._attention._opoverload, arguments)
@@ -108,7 +126,9 @@ def test_graph_has_one_node_per_direction() -> None:
     q, k, v = (x.float().requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
     names = [str(n.target) for n in make_fx(step)(q, k, v).graph.nodes if "gemopt" in str(n.target)]
     assert [n.split("_" + naming.source_hash())[0] for n in names] == [
-        "gemopt.jagged_attention", "gemopt.jagged_attention_backward"]
+        "gemopt.jagged_attention",
+        "gemopt.jagged_attention_backward",
+    ]
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
@@ -148,12 +168,19 @@ def test_changed_source_meets_no_stale_artifact(tmp_path: Path) -> None:
     (copy / "gemopt" / "__init__.py").write_text("")
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    env = {**os.environ, "PYTHONPATH": str(copy), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),
-           "TORCHINDUCTOR_AUTOGRAD_CACHE": "1", "TORCHINDUCTOR_FX_GRAPH_CACHE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    env = {
+        **os.environ,
+        "PYTHONPATH": str(copy),
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),
+        "TORCHINDUCTOR_AUTOGRAD_CACHE": "1",
+        "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
 
     def run() -> list[str]:
-        done = subprocess.run([sys.executable, str(script), str(copy)], cwd=tmp_path, env=env, capture_output=True,
-                              text=True)
+        done = subprocess.run(
+            [sys.executable, str(script), str(copy)], cwd=tmp_path, env=env, capture_output=True, text=True
+        )
         assert done.returncode == 0, done.stderr[-3000:]
         return done.stdout.split()
 
@@ -162,8 +189,10 @@ def test_changed_source_meets_no_stale_artifact(tmp_path: Path) -> None:
     assert (first[1], again[1]) == ("0", "1"), "the second process must hit the cache, or this test shows nothing"
     source = copy / "gemopt" / "ops" / "segments.py"
     text = source.read_text()
-    edited = text.replace("return _segment_spread(grad, *ctx.saved_tensors), None, None",
-                          "return 3 * _segment_spread(grad, *ctx.saved_tensors), None, None")
+    edited = text.replace(
+        "return _segment_spread(grad, *ctx.saved_tensors), None, None",
+        "return 3 * _segment_spread(grad, *ctx.saved_tensors), None, None",
+    )
     assert edited != text
     source.write_text(edited)
     changed = run()

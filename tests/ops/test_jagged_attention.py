@@ -1,4 +1,5 @@
 """jagged_attention on the CPU."""
+
 import math
 
 import pytest
@@ -22,8 +23,11 @@ LENGTHS = st.lists(st.one_of(st.integers(0, 3), st.integers(0, 40), st.sampled_f
 @given(q_lens=LENGTHS, data=st.data())
 def test_any_lengths(q_lens: list[int], data: st.DataObject) -> None:
     self_attention = data.draw(st.booleans())
-    k_lens = None if self_attention else tuple(
-        data.draw(st.lists(st.integers(0, 40), min_size=len(q_lens), max_size=len(q_lens))))
+    k_lens = (
+        None
+        if self_attention
+        else tuple(data.draw(st.lists(st.integers(0, 40), min_size=len(q_lens), max_size=len(q_lens))))
+    )
     kv_heads = data.draw(st.integers(1, 2))
     positions = data.draw(st.sampled_from(["", "", "q", "k", "both"]))
     kwargs = {
@@ -33,9 +37,17 @@ def test_any_lengths(q_lens: list[int], data: st.DataObject) -> None:
     }
     if not positions:
         kwargs["causal_align"] = data.draw(st.sampled_from(["top_left", "bottom_right"]))
-    case = Case(tuple(q_lens), k_lens, heads=kv_heads * data.draw(st.integers(1, 3)), kv_heads=kv_heads,
-                d=data.draw(st.sampled_from([1, 8, 12])), dv=data.draw(st.sampled_from([None, 4])),
-                spare=data.draw(st.integers(0, 2)), positions=positions, kwargs=kwargs)
+    case = Case(
+        tuple(q_lens),
+        k_lens,
+        heads=kv_heads * data.draw(st.integers(1, 3)),
+        kv_heads=kv_heads,
+        d=data.draw(st.sampled_from([1, 8, 12])),
+        dv=data.draw(st.sampled_from([None, 4])),
+        spare=data.draw(st.integers(0, 2)),
+        positions=positions,
+        kwargs=kwargs,
+    )
     check(case, torch.float64, seed=data.draw(st.integers(0, 3)))
 
 
@@ -69,8 +81,7 @@ def test_neighbours_do_not_leak(value: float, kwargs: dict) -> None:
 def test_single_query_neighbours_do_not_leak() -> None:
     inputs = draw(Case((1, 1, 1), (5, 9, 7), kwargs={"causal": True}, positions="q"), torch.float32)
     clean = run(jagged_attention, inputs, torch.float32)
-    for x, rows in ((inputs.q, slice(1, 2)), (inputs.dout, slice(1, 2)), (inputs.k, slice(5, 14)),
-                    (inputs.v, slice(5, 14))):
+    for x, rows in ((inputs.q, slice(1, 2)), (inputs.dout, slice(1, 2)), (inputs.k, slice(5, 14)), (inputs.v, slice(5, 14))):
         x[rows] = float("nan")
     dirty = run(jagged_attention, inputs, torch.float32)
     for name, want in clean.items():
@@ -108,8 +119,9 @@ def test_strided_inputs() -> None:
     assert out.is_contiguous()
 
 
-@pytest.mark.parametrize("needed", [(True, False, False), (False, True, False), (False, False, True),
-                                    (True, False, True)], ids=str)
+@pytest.mark.parametrize(
+    "needed", [(True, False, False), (False, True, False), (False, False, True), (True, False, True)], ids=str
+)
 def test_requires_grad_subsets(needed: tuple[bool, ...]) -> None:
     inputs = draw(Case((5, 9)), torch.float64)
     leaves = [x.clone().requires_grad_(n) for x, n in zip((inputs.q, inputs.k, inputs.v), needed, strict=True)]
@@ -147,8 +159,9 @@ def test_modes(name: str) -> None:
 def test_double_backward_says_no() -> None:
     inputs = draw(Case((5, 9)), torch.float64)
     q = inputs.q.requires_grad_()
-    (grad,) = torch.autograd.grad(jagged_attention(q, inputs.k, inputs.v, **inputs.kwargs).square().sum(), q,
-                                  create_graph=True)
+    (grad,) = torch.autograd.grad(
+        jagged_attention(q, inputs.k, inputs.v, **inputs.kwargs).square().sum(), q, create_graph=True
+    )
     with pytest.raises(RuntimeError, match="differentiated once"):
         grad.sum().backward()
 
@@ -210,37 +223,49 @@ def test_dropout_mean_is_no_dropout() -> None:
 
 def _call(**changes: object) -> torch.Tensor:
     offsets = offsets_of((2, 3))
-    arguments: dict = {"q": torch.zeros(5, 4, 8), "k": torch.zeros(5, 2, 8), "v": torch.zeros(5, 2, 8),
-                       "q_offsets": offsets, "k_offsets": offsets, "max_q": 3, "max_k": 3}
+    arguments: dict = {
+        "q": torch.zeros(5, 4, 8),
+        "k": torch.zeros(5, 2, 8),
+        "v": torch.zeros(5, 2, 8),
+        "q_offsets": offsets,
+        "k_offsets": offsets,
+        "max_q": 3,
+        "max_k": 3,
+    }
     return jagged_attention(**(arguments | changes))
 
 
-@pytest.mark.parametrize(("changes", "message"), [
-    ({"q": torch.zeros(5, 8)}, "q must be"),
-    ({"q": torch.zeros(5, 4, 8).int()}, "q must be floating"),
-    ({"k": torch.zeros(5, 2, 8).double()}, "k is torch.float64 but q is torch.float32"),
-    ({"q": torch.zeros(5, 3, 8)}, "multiple of the heads of k, got 3 and 2"),
-    ({"q": torch.zeros(5, 4, 16)}, "q has head_dim 16 but k has 8"),
-    ({"v": torch.zeros(6, 2, 8)}, "k has 5 rows but v has 6"),
-    ({"v": torch.zeros(5, 4, 8)}, "k has 2 heads but v has 4"),
-    ({"q_offsets": torch.tensor([0.0, 2.0, 5.0])}, "q_offsets must be int32 or int64"),
-    ({"q_offsets": torch.tensor([[0, 5]])}, "q_offsets must be 1-D"),
-    ({"q_offsets": torch.tensor([0, 5])}, "q_offsets has 2 elements but k_offsets has 3"),
-    ({"q_offsets": torch.tensor([0, 4, 3])}, "q_offsets must start at 0"),
-    ({"k_offsets": torch.tensor([0, 4, 6])}, "no more than the 5 rows of k"),
-    ({"k_offsets": torch.tensor([1, 4, 5])}, "k_offsets must start at 0"),
-    ({"q_offsets": torch.tensor([], dtype=torch.int64), "k_offsets": torch.tensor([], dtype=torch.int64)},
-     "q_offsets must have at least one element"),
-    ({"q_positions": torch.zeros(4, dtype=torch.int64)}, "q_positions has 4 rows but q has 5"),
-    ({"k_positions": torch.zeros(5)}, "k_positions must be int32 or int64"),
-    ({"causal_align": "middle"}, "causal_align must be"),
-    ({"causal_align": "bottom_right", "q_positions": torch.zeros(5, dtype=torch.int64)}, "when positions are given"),
-    ({"window": (-2, 0)}, "window must be two ints"),
-    ({"dropout_p": 1.5}, "dropout_p must be in"),
-    ({"dropout_p": 0.5}, "seed must be given"),
-    ({"dropout_p": 0.5, "seed": torch.tensor(1.0)}, "seed must be one int64 element"),
-    ({"q": torch.zeros(5, 4, 8, device="meta")}, "is on cpu but q is on meta"),
-])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"q": torch.zeros(5, 8)}, "q must be"),
+        ({"q": torch.zeros(5, 4, 8).int()}, "q must be floating"),
+        ({"k": torch.zeros(5, 2, 8).double()}, "k is torch.float64 but q is torch.float32"),
+        ({"q": torch.zeros(5, 3, 8)}, "multiple of the heads of k, got 3 and 2"),
+        ({"q": torch.zeros(5, 4, 16)}, "q has head_dim 16 but k has 8"),
+        ({"v": torch.zeros(6, 2, 8)}, "k has 5 rows but v has 6"),
+        ({"v": torch.zeros(5, 4, 8)}, "k has 2 heads but v has 4"),
+        ({"q_offsets": torch.tensor([0.0, 2.0, 5.0])}, "q_offsets must be int32 or int64"),
+        ({"q_offsets": torch.tensor([[0, 5]])}, "q_offsets must be 1-D"),
+        ({"q_offsets": torch.tensor([0, 5])}, "q_offsets has 2 elements but k_offsets has 3"),
+        ({"q_offsets": torch.tensor([0, 4, 3])}, "q_offsets must start at 0"),
+        ({"k_offsets": torch.tensor([0, 4, 6])}, "no more than the 5 rows of k"),
+        ({"k_offsets": torch.tensor([1, 4, 5])}, "k_offsets must start at 0"),
+        (
+            {"q_offsets": torch.tensor([], dtype=torch.int64), "k_offsets": torch.tensor([], dtype=torch.int64)},
+            "q_offsets must have at least one element",
+        ),
+        ({"q_positions": torch.zeros(4, dtype=torch.int64)}, "q_positions has 4 rows but q has 5"),
+        ({"k_positions": torch.zeros(5)}, "k_positions must be int32 or int64"),
+        ({"causal_align": "middle"}, "causal_align must be"),
+        ({"causal_align": "bottom_right", "q_positions": torch.zeros(5, dtype=torch.int64)}, "when positions are given"),
+        ({"window": (-2, 0)}, "window must be two ints"),
+        ({"dropout_p": 1.5}, "dropout_p must be in"),
+        ({"dropout_p": 0.5}, "seed must be given"),
+        ({"dropout_p": 0.5, "seed": torch.tensor(1.0)}, "seed must be one int64 element"),
+        ({"q": torch.zeros(5, 4, 8, device="meta")}, "is on cpu but q is on meta"),
+    ],
+)
 def test_bad_arguments(changes: dict, message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         _call(**changes)

@@ -1,4 +1,5 @@
 """pack, unpack and segment_sum."""
+
 import pytest
 import torch
 from hypothesis import given
@@ -62,8 +63,12 @@ def test_second_derivatives() -> None:
     assert torch.autograd.gradcheck(f, (x,)) and torch.autograd.gradgradcheck(f, (x,))
 
 
-@given(lengths=LENGTHS, tail=TAILS, dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16]),
-       narrow=st.booleans())
+@given(
+    lengths=LENGTHS,
+    tail=TAILS,
+    dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16]),
+    narrow=st.booleans(),
+)
 def test_segment_sum(lengths: list[int], tail: tuple[int, ...], dtype: torch.dtype, narrow: bool) -> None:
     offsets = offsets_of(tuple(lengths), torch.int32 if narrow else torch.int64)
     owner = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
@@ -72,8 +77,12 @@ def test_segment_sum(lengths: list[int], tail: tuple[int, ...], dtype: torch.dty
     exact = reference.segment_sum(x.detach().double(), offsets)
     assert out.shape == exact.shape and out.dtype == dtype
     # One rounding to dtype at the end, on top of fp32 sums of a few terms.
-    torch.testing.assert_close(out.double(), exact, rtol=torch.finfo(dtype).eps, atol=4 * torch.finfo(torch.float32).eps
-                               if dtype != torch.float64 else 1e-14)
+    torch.testing.assert_close(
+        out.double(),
+        exact,
+        rtol=torch.finfo(dtype).eps,
+        atol=4 * torch.finfo(torch.float32).eps if dtype != torch.float64 else 1e-14,
+    )
     weight = torch.randn_like(out)
     (grad,) = torch.autograd.grad(out, x, weight)
     assert torch.equal(grad, weight[owner])
@@ -94,20 +103,23 @@ def test_segment_sum_ignores_rows_of_nobody(dtype: torch.dtype) -> None:
 INDEX = torch.tensor([0, 1])
 
 
-@pytest.mark.parametrize(("call", "message"), [
-    (lambda: pack([1.0], INDEX), "x must be a Tensor"),
-    (lambda: pack(torch.zeros(()), INDEX), "at least one dim"),
-    (lambda: pack(torch.zeros(3), INDEX.int()), "index must be int64, got torch.int32"),
-    (lambda: pack(torch.zeros(3), INDEX[None]), "index must be 1-D, got 2-D"),
-    (lambda: pack(torch.zeros(3, device="meta"), INDEX), "index is on cpu but x is on meta"),
-    (lambda: unpack(torch.zeros(3), INDEX, 4), "values has 3 rows but index has 2"),
-    (lambda: unpack(torch.zeros(2), INDEX, -1), "rows must be at least 0"),
-    (lambda: unpack(torch.zeros(2).int(), INDEX, 4, float("-inf")), "fill must be finite"),
-    (lambda: segment_sum(torch.zeros(2).int(), torch.tensor([0, 2]), INDEX), "values must be floating"),
-    (lambda: segment_sum(torch.zeros(3), torch.tensor([0, 3]), INDEX), "values has 3 rows but row_to_seq has 2"),
-    (lambda: segment_sum(torch.zeros(2), INDEX[:0], INDEX), "at least one element"),
-    (lambda: segment_sum(torch.zeros(2), torch.tensor([0.0, 2.0]), INDEX), "offsets must be int32 or int64"),
-])
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: pack([1.0], INDEX), "x must be a Tensor"),
+        (lambda: pack(torch.zeros(()), INDEX), "at least one dim"),
+        (lambda: pack(torch.zeros(3), INDEX.int()), "index must be int64, got torch.int32"),
+        (lambda: pack(torch.zeros(3), INDEX[None]), "index must be 1-D, got 2-D"),
+        (lambda: pack(torch.zeros(3, device="meta"), INDEX), "index is on cpu but x is on meta"),
+        (lambda: unpack(torch.zeros(3), INDEX, 4), "values has 3 rows but index has 2"),
+        (lambda: unpack(torch.zeros(2), INDEX, -1), "rows must be at least 0"),
+        (lambda: unpack(torch.zeros(2).int(), INDEX, 4, float("-inf")), "fill must be finite"),
+        (lambda: segment_sum(torch.zeros(2).int(), torch.tensor([0, 2]), INDEX), "values must be floating"),
+        (lambda: segment_sum(torch.zeros(3), torch.tensor([0, 3]), INDEX), "values has 3 rows but row_to_seq has 2"),
+        (lambda: segment_sum(torch.zeros(2), INDEX[:0], INDEX), "at least one element"),
+        (lambda: segment_sum(torch.zeros(2), torch.tensor([0.0, 2.0]), INDEX), "offsets must be int32 or int64"),
+    ],
+)
 def test_bad_arguments(call, message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         call()

@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from gemopt.graph.mutation import mutated_arguments, tainted
-from gemopt.passes.canonicalise import canonicalise
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
+
+from gemopt.graph.mutation import mutated_arguments, tainted
+from gemopt.passes.canonicalise import canonicalise
 
 
 def captured(f: Callable[..., Tensor], *args: Tensor) -> fx.GraphModule:

@@ -43,9 +43,7 @@ def test_offset_plus_position_passes_without_holes_so_the_case_is_needed():
 def test_the_message_names_tensor_values_and_rows():
     model = Padded()
     with pytest.raises(EquivalenceError) as caught:
-        assert_equivalent(
-            model, inputs, compiled=WRONG["zeroes_one_length_ones"][0](model), cases=("skewed",)
-        )
+        assert_equivalent(model, inputs, compiled=WRONG["zeroes_one_length_ones"][0](model), cases=("skewed",))
     message = str(caught.value)
     lengths = [int(n) for n in message.split("args[1] = [")[1].split("]")[0].split(",")]
     assert "output: RMS error" in message and "gemopt 0, eager" in message and "fp64" in message
@@ -76,9 +74,7 @@ def test_the_compiled_model_raising_alone_is_a_difference():
     def broken(ids, lengths):
         raise RuntimeError("no kernel")
 
-    with pytest.raises(
-        EquivalenceError, match="compiled model raises RuntimeError: no kernel; eager does not"
-    ):
+    with pytest.raises(EquivalenceError, match="compiled model raises RuntimeError: no kernel; eager does not"):
         assert_equivalent(model, inputs, compiled=broken, cases=("given",))
 
 
@@ -255,9 +251,7 @@ def test_dropout_in_distribution():
         return (F.relu(model.linear(x)) * (torch.rand(4, 5, 6) >= 0.8) / 0.2).sum(1)
 
     def check(compiled):
-        return assert_equivalent(
-            model, (x,), compiled=compiled, cases=("given",), dropout="distribution", runs=200
-        )
+        return assert_equivalent(model, (x,), compiled=compiled, cases=("given",), dropout="distribution", runs=200)
 
     assert check(same).ok
     for wrong in (without, unscaled, another_p):

@@ -36,9 +36,7 @@ def generator():
 def test_lengths_ids_mask_and_tokens_stay_consistent(case):
     ids, n, mask = example()
     tokens = torch.randn(6, 9, 4) * mask[..., None]
-    drawn = source((ids, n, mask, ~mask, tokens), lambda self, ids, n, valid, padding, tokens: None).make(
-        case, generator()
-    )
+    drawn = source((ids, n, mask, ~mask, tokens), lambda self, ids, n, valid, padding, tokens: None).make(case, generator())
     new_ids, lengths, valid, padding, new_tokens = drawn.args
     assert torch.equal(valid, ~padding)
     assert torch.equal(new_ids != 0, valid)
@@ -64,9 +62,7 @@ def test_cases_have_their_lengths():
     lengths = {case: s.make(case, generator()).kwargs["lengths"] for case in CASES}
     assert (lengths["zeros"] == 0).any() and (lengths["zeros"] > 0).any()
     assert lengths["zeros"][0] == 0 and lengths["zeros"][-1] == 0
-    assert (
-        (lengths["ones"] == 1).all() and (lengths["full"] == 9).all() and (lengths["all_padding"] == 0).all()
-    )
+    assert (lengths["ones"] == 1).all() and (lengths["full"] == 9).all() and (lengths["all_padding"] == 0).all()
     assert (lengths["skewed"] == 9).sum() >= 1 and (lengths["skewed"] == 1).sum() >= 4
     assert len(lengths["empty_batch"]) == 0 and len(lengths["one_sequence"]) == 1
 
@@ -135,9 +131,7 @@ def test_requires_grad_and_strides_survive():
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    case=st.sampled_from(CASES), batch=st.integers(0, 9), length=st.integers(1, 20), seed=st.integers(0, 999)
-)
+@given(case=st.sampled_from(CASES), batch=st.integers(0, 9), length=st.integers(1, 20), seed=st.integers(0, 999))
 def test_drawn_lengths_are_in_range(case, batch, length, seed):
     n = draw_lengths(case, batch, length, torch.Generator().manual_seed(seed))
     assert n.dtype == torch.int64 and bool((n >= 0).all()) and bool((n <= length).all())

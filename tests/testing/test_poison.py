@@ -73,9 +73,7 @@ def test_poison_needs_padding():
     model = Pool("where")
     x, _ = batch()
     with pytest.raises(ValueError, match="no float input has rows outside it"):
-        poison(
-            model, (x, torch.ones(B, L, dtype=torch.bool)), torch.ones(B, L, dtype=torch.bool), compiled=model
-        )
+        poison(model, (x, torch.ones(B, L, dtype=torch.bool)), torch.ones(B, L, dtype=torch.bool), compiled=model)
     with pytest.raises(ValueError, match="mask: got 'x'; allowed: args"):
         poison(model, batch(), {"x": torch.ones(B, L, dtype=torch.bool)}, compiled=model)
 
@@ -135,9 +133,7 @@ def test_rows_by_node():
     assert poison_intermediates(gm, (x.detach(),), {name: torch.arange(L) == index[:, None]})[0].observed
 
 
-@pytest.mark.parametrize(
-    "shape", [(B, L), (B, L, 3), (L, B, 3), (B, 2, L, 3), (B * L, 3), (B * 2, L, 3), (B, 2, L, L)]
-)
+@pytest.mark.parametrize("shape", [(B, L), (B, L, 3), (L, B, 3), (B, 2, L, 3), (B * L, 3), (B * 2, L, 3), (B, 2, L, L)])
 def test_overwrite_rows_knows_the_layouts(shape):
     rows = torch.zeros(B, L, dtype=torch.bool)
     rows[2, 4] = True

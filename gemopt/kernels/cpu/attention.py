@@ -3,6 +3,7 @@
 FLOPs 4·H·D·Σ qᵢkᵢ forward and 2.5 times that backward (plus the rounding of lengths to the group's); bytes are those
 of q, k, v, out once, plus one gather and one scatter where a group is no strided view. Half types are computed in fp32.
 """
+
 from dataclasses import replace
 from functools import partial
 
@@ -115,13 +116,22 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tenso
         out.index_copy_(0, single.q_rows, o.to(out.dtype))
         lse.index_copy_(0, single.q_rows, l)
 
-    workers.run([*(partial(one_group, group) for group in the_plan.groups),
-                 *(partial(one_single, single) for single in the_plan.single)])
+    workers.run(
+        [
+            *(partial(one_group, group) for group in the_plan.groups),
+            *(partial(one_single, single) for single in the_plan.single),
+        ]
+    )
     return out[:rows], lse[:rows]
 
 
 def _group_forward(
-    q: Tensor, k: Tensor, v: Tensor, group: Group, spec: AttentionSpec, words: tuple[Tensor, ...],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group: Group,
+    spec: AttentionSpec,
+    words: tuple[Tensor, ...],
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     qd, kd, vd = (_heads_first(side.take(x), dtype) for side, x in ((group.q, q), (group.k, k), (group.k, v)))
@@ -156,14 +166,26 @@ def backward(
         single.put_k(dk, gk)
         single.put_k(dv, gv)
 
-    workers.run([*(partial(one_group, group) for group in the_plan.groups),
-                 *(partial(one_single, single) for single in the_plan.single)])
+    workers.run(
+        [
+            *(partial(one_group, group) for group in the_plan.groups),
+            *(partial(one_single, single) for single in the_plan.single),
+        ]
+    )
     return dq[: q.shape[0]], dk[: k.shape[0]], dv[: k.shape[0]]
 
 
 def _group_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, group: Group, spec: AttentionSpec,
-    words: tuple[Tensor, ...], dtype: torch.dtype,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    group: Group,
+    spec: AttentionSpec,
+    words: tuple[Tensor, ...],
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
     qd, od = (_heads_first(group.q.take(x), dtype) for x in (q, out))
     kd, vd = (_heads_first(group.k.take(x), dtype) for x in (k, v))
@@ -175,7 +197,8 @@ def _group_backward(
     heads, kv_heads = q.shape[1], k.shape[1]
     kd, vd = (x.repeat_interleave(heads // kv_heads, dim=1) for x in (kd, vd))
     gq, gk, gv = math_path.backward(
-        do, qd, kd, vd, od, l, _mask(group, spec), spec.scale, _dropout(group, words, spec.dropout_p))
+        do, qd, kd, vd, od, l, _mask(group, spec), spec.scale, _dropout(group, words, spec.dropout_p)
+    )
     if heads != kv_heads:
         gk, gv = (x.unflatten(1, (kv_heads, -1)).sum(2) for x in (gk, gv))
     return gq, gk, gv

@@ -3,6 +3,7 @@
 It wants as many key heads as query heads and equal head sizes; key heads shared by several query heads are served by one
 call per member of the sharing, on strided views. Formulas as in `math_path`, without dropout.
 """
+
 import torch
 from torch import Tensor
 
@@ -10,9 +11,7 @@ _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """q `[n, H, Lq, D]`, k and v `[n, Hkv, Lk, D]`, mask 0 or -inf, broadcastable to `[n, 1, Lq, Lk]`.
 
     Returns out `[n, H, Lq, D]` and lse `[n, H, Lq]`.
@@ -27,7 +26,14 @@ def forward(
 
 
 def backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None, causal: bool,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: Tensor | None,
+    causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients in the shapes of q, k, v; padding queries must come with `dout` 0."""
@@ -39,7 +45,8 @@ def backward(
     for g in range(sharing):
         mine = (x[:, g::sharing] for x in (dout, q))
         do, qg = mine
-        parts.append(_backward(do, qg, k, v, out[:, g::sharing], lse[:, g::sharing], 0.0, causal, attn_mask=mask,
-                               scale=scale))
+        parts.append(
+            _backward(do, qg, k, v, out[:, g::sharing], lse[:, g::sharing], 0.0, causal, attn_mask=mask, scale=scale)
+        )
     dqs, dks, dvs = zip(*parts, strict=True)
     return torch.stack(dqs, 2).flatten(1, 2), torch.stack(dks).sum(0), torch.stack(dvs).sum(0)

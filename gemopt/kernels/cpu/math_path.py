@@ -8,6 +8,7 @@
 that the scores of a block stay in the cache and memory is linear in the length; under plain causality a block meets only
 the keys up to its last query.
 """
+
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -79,9 +80,7 @@ def _scores(q: Tensor, k: Tensor, mask: Mask, a: int, b: int) -> Tensor:
     return s if seen is None else s.masked_fill_(~seen, NEVER)
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, dropout: Dropout | None
-) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, dropout: Dropout | None) -> tuple[Tensor, Tensor]:
     """q `[n, H, Lq, D]`, k `[n, H, Lk, D]`, v `[n, H, Lk, Dv]` → out `[n, H, Lq, Dv]`, lse `[n, H, Lq]`."""
     n, heads, lq, _ = q.shape
     out, lse = q.new_empty((n, heads, lq, v.shape[-1])), q.new_empty((n, heads, lq))
@@ -103,7 +102,14 @@ def forward(
 
 
 def backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Mask, scale: float,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: Mask,
+    scale: float,
     dropout: Dropout | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k, v; padding queries must come with `dout` 0."""

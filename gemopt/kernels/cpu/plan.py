@@ -6,6 +6,7 @@ rows are a strided view of the packed tensor where that is possible (equal lengt
 sequence always is), and a gather otherwise. Padding rows of a gather repeat the last row of their own sequence, so a
 NaN elsewhere never reaches them; what they produce is written to a dump row.
 """
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -165,8 +166,10 @@ def _check(name: str, offsets: Offsets, rows: int) -> None:
         raise ValueError(f"jagged_attention: {name} must have at least one element, got 0")
     if offsets[0] != 0 or offsets[-1] > rows or any(a > b for a, b in pairwise(offsets)):
         shown = ", ".join(map(str, offsets[:8])) + (", ..." if len(offsets) > 8 else "")
-        raise ValueError(f"jagged_attention: {name} must start at 0, never decrease and end at no more than the "
-                         f"{rows} rows of {name[0]}, got [{shown}] ending at {offsets[-1]}")
+        raise ValueError(
+            f"jagged_attention: {name} must start at 0, never decrease and end at no more than the "
+            f"{rows} rows of {name[0]}, got [{shown}] ending at {offsets[-1]}"
+        )
 
 
 @lru_cache(maxsize=64)
@@ -187,8 +190,12 @@ def _build(q_offsets: Offsets, k_offsets: Offsets, q_rows: int, k_rows: int) -> 
             members.setdefault((_round_up(lengths[b][0]), _round_up(lengths[b][1])), []).append(b)
         # Most work first, so that no worker is left with a large group at the end.
         sized = sorted(members.items(), key=lambda item: -item[0][0] * item[0][1])
-        groups = tuple(_group(seqs[i: i + step], q_offsets, k_offsets, q_rows, k_rows) for (lq, lk), seqs in sized
-                       for step in (max(1, GROUP_ROWS // max(lq, lk)),) for i in range(0, len(seqs), step))
+        groups = tuple(
+            _group(seqs[i : i + step], q_offsets, k_offsets, q_rows, k_rows)
+            for (lq, lk), seqs in sized
+            for step in (max(1, GROUP_ROWS // max(lq, lk)),)
+            for i in range(0, len(seqs), step)
+        )
     return Plan(groups, single, q_covered, k_covered, q_offsets, k_offsets)
 
 
@@ -225,9 +232,14 @@ def _single(seqs: Sequence[int], q_offsets: Offsets, k_offsets: Offsets) -> Sing
     local = torch.arange(owner.shape[0]) - offsets[owner]
     adjacent = all(b == a + n for a, b, n in zip(starts, starts[1:], lengths, strict=False))
     return SingleQueries(
-        q_rows=torch.tensor([q_offsets[b] for b in seqs]), k_start=starts[0],
+        q_rows=torch.tensor([q_offsets[b] for b in seqs]),
+        k_start=starts[0],
         k_rows=None if adjacent else local + torch.tensor(starts)[owner],
-        owner=owner, offsets=offsets, local=local.to(torch.int32), lengths=lens)
+        owner=owner,
+        offsets=offsets,
+        local=local.to(torch.int32),
+        lengths=lens,
+    )
 
 
 def plan(q_offsets: Tensor, k_offsets: Tensor, q_rows: int, k_rows: int) -> Plan:

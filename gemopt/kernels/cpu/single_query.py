@@ -8,6 +8,7 @@ With o(t) the query that owns key row t, everything is elementwise over key rows
 
 Bytes: q, k, v, out and their products once per pass; the work is linear in the number of key rows.
 """
+
 from dataclasses import dataclass
 
 import torch
@@ -92,8 +93,15 @@ def forward(
 
 
 def backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, single: SingleQueries,
-    spec: AttentionSpec, dtype: torch.dtype,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    single: SingleQueries,
+    spec: AttentionSpec,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq `[R, H, D]`, dk `[S, Hkv, D]`, dv `[S, Hkv, Dv]` of the rows in `single`."""
     dense, owner = _scores(q, k, v, single, spec, dtype), single.owner

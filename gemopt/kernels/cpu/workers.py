@@ -4,6 +4,7 @@ PyTorch's own parallelism forks and joins inside every operator. A jagged batch 
 operators each, so joins would dominate; here the pieces are shared out among a few worker threads whose operators run
 serially, and there is one join per kernel. Pieces must write to disjoint rows.
 """
+
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -47,7 +48,10 @@ def run(pieces: Sequence[Callable[[], None]]) -> None:
         return
     waiting = list(reversed(pieces))
     pool = _pool(os.getpid(), threads)
-    futures = [pool.submit(_drain, waiting, torch.is_inference_mode_enabled()) for _ in range(min(threads, MAX_WORKERS, len(pieces)))]
+    futures = [
+        pool.submit(_drain, waiting, torch.is_inference_mode_enabled())
+        for _ in range(min(threads, MAX_WORKERS, len(pieces)))
+    ]
     errors = [future.exception() for future in futures]
     # A worker that sets its thread count also sets the default of threads yet to be born; this undoes that.
     torch.set_num_threads(threads)

@@ -8,6 +8,7 @@ With P = exp(S - lse), delta_i = dO_i · O_i and drop as in the forward:
 head; it computes the transposed scores K Qᵀ directly, so no product is transposed in registers. `attention_backward_q`
 owns a query tile and walks over its keys. Seven products in place of the forward's two.
 """
+
 import triton
 import triton.language as tl
 
@@ -28,8 +29,18 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def attention_delta(
-    out_ptr, dout_ptr, delta_ptr, rows, heads, out_stride, out_head_stride, dout_stride, dout_head_stride,
-    DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_Q: tl.constexpr,
+    out_ptr,
+    dout_ptr,
+    delta_ptr,
+    rows,
+    heads,
+    out_stride,
+    out_head_stride,
+    dout_stride,
+    dout_head_stride,
+    DV: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
 ):
     """delta `[Tq, H]` = rowsum(dO * O). Grid (row tiles, heads)."""
     head = tl.program_id(1).to(tl.int64)
@@ -48,15 +59,50 @@ def _load_lse(lse_ptr, start, rows, length, heads, head):
 
 @triton.jit
 def attention_backward_kv(
-    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
-    q_offsets_ptr, k_offsets_ptr, q_pos_ptr, k_pos_ptr, seed_ptr,
-    q_rows, k_rows, batch, heads, sharing,
-    q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride, dout_stride, dout_head_stride,
-    scale, scale_log2, threshold, multiplier,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
-    CAUSAL: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    HAS_Q_POS: tl.constexpr, HAS_K_POS: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    dout_ptr,
+    lse_ptr,
+    delta_ptr,
+    dk_ptr,
+    dv_ptr,
+    q_offsets_ptr,
+    k_offsets_ptr,
+    q_pos_ptr,
+    k_pos_ptr,
+    seed_ptr,
+    q_rows,
+    k_rows,
+    batch,
+    heads,
+    sharing,
+    q_stride,
+    q_head_stride,
+    k_stride,
+    k_head_stride,
+    v_stride,
+    v_head_stride,
+    dout_stride,
+    dout_head_stride,
+    scale,
+    scale_log2,
+    threshold,
+    multiplier,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    BOTTOM_RIGHT: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    HAS_Q_POS: tl.constexpr,
+    HAS_K_POS: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """Grid (batch + 1, key heads, key tiles)."""
     b, kv_head = tl.program_id(0), tl.program_id(1)
@@ -78,8 +124,17 @@ def attention_backward_kv(
         k_pos = row_positions(k_pos_ptr, k_start, keys, k_len, 0, HAS_K_POS)
         dk = tl.zeros((BLOCK_K, BLOCK_D), tl.float32)
         dv = tl.zeros((BLOCK_K, BLOCK_DV), tl.float32)
-        low, high = query_range(tile * BLOCK_K, tile * BLOCK_K + BLOCK_K - 1, shift, q_len, CAUSAL, LEFT, RIGHT,
-                                not (HAS_Q_POS or HAS_K_POS), BLOCK_Q)
+        low, high = query_range(
+            tile * BLOCK_K,
+            tile * BLOCK_K + BLOCK_K - 1,
+            shift,
+            q_len,
+            CAUSAL,
+            LEFT,
+            RIGHT,
+            not (HAS_Q_POS or HAS_K_POS),
+            BLOCK_Q,
+        )
         tiles = tl.maximum(tl.cdiv(high - low, BLOCK_Q), 0)
         for step in range(tiles * sharing):  # all query tiles of the first sharing head, then the next head's
             head = kv_head * sharing + step // tiles
@@ -93,8 +148,9 @@ def attention_backward_kv(
                 q_pos = row_positions(q_pos_ptr, q_start, rows, q_len, shift, HAS_Q_POS)
                 seen = seen & visible(q_pos[None, :], k_pos[:, None], CAUSAL, LEFT, RIGHT)
             p = tl.where(seen, tl.exp2(scores - lse[None, :]), 0.0)
-            dout = load_rows(dout_ptr + head.to(tl.int64) * dout_head_stride, q_start, rows, q_len, dout_stride, DV,
-                             BLOCK_DV)
+            dout = load_rows(
+                dout_ptr + head.to(tl.int64) * dout_head_stride, q_start, rows, q_len, dout_stride, DV, BLOCK_DV
+            )
             dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
             weights = p
             if DROPOUT:
@@ -112,15 +168,49 @@ def attention_backward_kv(
 
 @triton.jit
 def attention_backward_q(
-    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dq_ptr,
-    q_offsets_ptr, k_offsets_ptr, q_pos_ptr, k_pos_ptr, seed_ptr,
-    q_rows, k_rows, batch, heads, sharing,
-    q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride, dout_stride, dout_head_stride,
-    scale, scale_log2, threshold, multiplier,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
-    CAUSAL: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    HAS_Q_POS: tl.constexpr, HAS_K_POS: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    dout_ptr,
+    lse_ptr,
+    delta_ptr,
+    dq_ptr,
+    q_offsets_ptr,
+    k_offsets_ptr,
+    q_pos_ptr,
+    k_pos_ptr,
+    seed_ptr,
+    q_rows,
+    k_rows,
+    batch,
+    heads,
+    sharing,
+    q_stride,
+    q_head_stride,
+    k_stride,
+    k_head_stride,
+    v_stride,
+    v_head_stride,
+    dout_stride,
+    dout_head_stride,
+    scale,
+    scale_log2,
+    threshold,
+    multiplier,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    BOTTOM_RIGHT: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    HAS_Q_POS: tl.constexpr,
+    HAS_K_POS: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """Grid (batch + 1, heads, query tiles)."""
     b, head = tl.program_id(0), tl.program_id(1)
@@ -144,8 +234,18 @@ def attention_backward_q(
         if DROPOUT:
             word_a, word_b = row_keys(seed_ptr, head, q_start + rows)
         dq = tl.zeros((BLOCK_Q, BLOCK_D), tl.float32)
-        low, high = key_range(tile * BLOCK_Q, tile * BLOCK_Q + BLOCK_Q - 1, shift, q_len, k_len, CAUSAL, LEFT, RIGHT,
-                              not (HAS_Q_POS or HAS_K_POS), BLOCK_K)
+        low, high = key_range(
+            tile * BLOCK_Q,
+            tile * BLOCK_Q + BLOCK_Q - 1,
+            shift,
+            q_len,
+            k_len,
+            CAUSAL,
+            LEFT,
+            RIGHT,
+            not (HAS_Q_POS or HAS_K_POS),
+            BLOCK_K,
+        )
         for first in range(low, high, BLOCK_K):
             keys = first + tl.arange(0, BLOCK_K)
             k = load_rows(k_base, k_start, keys, k_len, k_stride, D, BLOCK_D)

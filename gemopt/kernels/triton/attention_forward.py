@@ -7,6 +7,7 @@ For one query tile, over key tiles, in base 2 with c = scale / ln 2:
 then out = O / l and lse = (m + log2 l) ln 2. A row that sees nothing ends with l = 0: out 0, lse -inf.
 FLOPs 2·H·(D + Dv)·Σ q_i k_i (half under a causal mask); bytes: q, k, v, out once, k and v again for every query tile.
 """
+
 import triton
 import triton.language as tl
 
@@ -26,14 +27,46 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def attention_forward(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, q_offsets_ptr, k_offsets_ptr, q_pos_ptr, k_pos_ptr, seed_ptr,
-    q_rows, k_rows, batch, heads, sharing,
-    q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride, out_stride, out_head_stride,
-    scale_log2, threshold, multiplier,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
-    CAUSAL: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    HAS_Q_POS: tl.constexpr, HAS_K_POS: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    lse_ptr,
+    q_offsets_ptr,
+    k_offsets_ptr,
+    q_pos_ptr,
+    k_pos_ptr,
+    seed_ptr,
+    q_rows,
+    k_rows,
+    batch,
+    heads,
+    sharing,
+    q_stride,
+    q_head_stride,
+    k_stride,
+    k_head_stride,
+    v_stride,
+    v_head_stride,
+    out_stride,
+    out_head_stride,
+    scale_log2,
+    threshold,
+    multiplier,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    BOTTOM_RIGHT: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    HAS_Q_POS: tl.constexpr,
+    HAS_K_POS: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """Grid (batch + 1, heads, query tiles)."""
     b, head = tl.program_id(0), tl.program_id(1)
@@ -58,8 +91,18 @@ def attention_forward(
         top = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
         total = tl.zeros((BLOCK_Q,), tl.float32)
         acc = tl.zeros((BLOCK_Q, BLOCK_DV), tl.float32)
-        low, high = key_range(tile * BLOCK_Q, tile * BLOCK_Q + BLOCK_Q - 1, shift, q_len, k_len, CAUSAL, LEFT, RIGHT,
-                              not (HAS_Q_POS or HAS_K_POS), BLOCK_K)
+        low, high = key_range(
+            tile * BLOCK_Q,
+            tile * BLOCK_Q + BLOCK_Q - 1,
+            shift,
+            q_len,
+            k_len,
+            CAUSAL,
+            LEFT,
+            RIGHT,
+            not (HAS_Q_POS or HAS_K_POS),
+            BLOCK_K,
+        )
         for first in range(low, high, BLOCK_K):
             keys = first + tl.arange(0, BLOCK_K)
             k = load_rows(k_base, k_start, keys, k_len, k_stride, D, BLOCK_D)

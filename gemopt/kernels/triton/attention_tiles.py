@@ -4,6 +4,7 @@ A program works on one sequence, one head and one tile of rows, and strides over
 than the launch expected. Sequence number B stands for the rows after the last offset: it has no keys (or queries), so
 the same code fills its outputs with zeros. Row numbers are int64 before they meet a stride.
 """
+
 import triton
 import triton.language as tl
 
@@ -62,8 +63,18 @@ def visible(q_pos, k_pos, CAUSAL: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.co
 
 
 @triton.jit
-def key_range(first_q, last_q, shift, q_len, k_len, CAUSAL: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-              BY_ROW: tl.constexpr, BLOCK_K: tl.constexpr):
+def key_range(
+    first_q,
+    last_q,
+    shift,
+    q_len,
+    k_len,
+    CAUSAL: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    BY_ROW: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
     """Keys `[low, high)` that the queries `first_q ..= last_q` can see; `low` is the start of a tile."""
     low = 0
     high = k_len
@@ -79,8 +90,17 @@ def key_range(first_q, last_q, shift, q_len, k_len, CAUSAL: tl.constexpr, LEFT: 
 
 
 @triton.jit
-def query_range(first_k, last_k, shift, q_len, CAUSAL: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-                BY_ROW: tl.constexpr, BLOCK_Q: tl.constexpr):
+def query_range(
+    first_k,
+    last_k,
+    shift,
+    q_len,
+    CAUSAL: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    BY_ROW: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+):
     """Queries `[low, high)` that can see the keys `first_k ..= last_k`; `low` is the start of a tile."""
     low = 0
     high = q_len

@@ -1,4 +1,5 @@
 """The dropout generator of `gemopt.ops.dropout` for Triton, bit for bit."""
+
 import triton
 import triton.language as tl
 

@@ -3,6 +3,7 @@
 Nothing here reads a device value: grids come from `max_q`, `max_k` and the batch size. The batch lies on the one grid
 axis without a practical limit; the tiles of a sequence, which a program may stride over, on a short one.
 """
+
 import math
 from dataclasses import dataclass, replace
 from typing import Any
@@ -54,7 +55,7 @@ def config(head_dim: int, dtype: torch.dtype, heavy: bool = False, interpreted: 
     if head_dim <= 64:
         if heavy:
             return Config(Blocks(64, 64, 4, 2), Blocks(32, 32, 4, 2), Blocks(64, 64, 8, 2))
-        return Config(Blocks(128, 64, 8, 3), Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2))
+        return Config(Blocks(128, 64, 8, 3), Blocks(64, 32, 4, 2), Blocks(64, 64, 4, 2))
     if head_dim <= 128:
         if heavy:
             return Config(Blocks(64, 64, 8, 2), Blocks(64, 32, 8, 2), Blocks(64, 32, 8, 2))
@@ -77,18 +78,30 @@ def block_of(head_dim: int) -> int:
 def constants(d: int, dv: int, spec: AttentionSpec, blocks: Blocks, dtype: torch.dtype) -> dict[str, Any]:
     """The constexpr arguments the forward and both backward kernels share."""
     return {
-        "D": d, "DV": dv, "BLOCK_D": block_of(d), "BLOCK_DV": block_of(dv), "BLOCK_Q": blocks.q, "BLOCK_K": blocks.k,
-        "CAUSAL": spec.causal, "BOTTOM_RIGHT": spec.bottom_right, "LEFT": spec.window[0], "RIGHT": spec.window[1],
-        "HAS_Q_POS": spec.q_positions is not None, "HAS_K_POS": spec.k_positions is not None,
-        "DROPOUT": spec.dropout_p > 0, "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
+        "D": d,
+        "DV": dv,
+        "BLOCK_D": block_of(d),
+        "BLOCK_DV": block_of(dv),
+        "BLOCK_Q": blocks.q,
+        "BLOCK_K": blocks.k,
+        "CAUSAL": spec.causal,
+        "BOTTOM_RIGHT": spec.bottom_right,
+        "LEFT": spec.window[0],
+        "RIGHT": spec.window[1],
+        "HAS_Q_POS": spec.q_positions is not None,
+        "HAS_K_POS": spec.k_positions is not None,
+        "DROPOUT": spec.dropout_p > 0,
+        "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
     }
 
 
 def _needs_host(q: Tensor, v: Tensor) -> bool:
     """fp64 is for verification: no tensor cores worth a kernel."""
     if max(q.shape[2], v.shape[2]) > MAX_HEAD_DIM and q.dtype != torch.float64:
-        raise ValueError(f"jagged_attention: head_dim on {q.device.type} must be at most {MAX_HEAD_DIM}, "
-                         f"got {q.shape[2]} (q, k) and {v.shape[2]} (v)")
+        raise ValueError(
+            f"jagged_attention: head_dim on {q.device.type} must be at most {MAX_HEAD_DIM}, "
+            f"got {q.shape[2]} (q, k) and {v.shape[2]} (v)"
+        )
     return q.dtype == torch.float64
 
 
@@ -103,8 +116,11 @@ def _dense_features(x: Tensor) -> Tensor:
 
 def _pointers(spec: AttentionSpec, q: Tensor) -> list[Tensor]:
     """Offsets, positions and seed; a kernel never reads through a stand-in."""
-    return [spec.q_offsets, spec.k_offsets, *(q if x is None else x for x in (
-        spec.q_positions, spec.k_positions, spec.seed))]
+    return [
+        spec.q_offsets,
+        spec.k_offsets,
+        *(q if x is None else x for x in (spec.q_positions, spec.k_positions, spec.seed)),
+    ]
 
 
 def _numbers(spec: AttentionSpec) -> tuple[float, int, float]:
@@ -129,10 +145,32 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tenso
     scale_log2, threshold, multiplier = _numbers(spec)
     grid = (batch + 1, heads, _tiles(spec.max_q, blocks.q))
     attention_forward[grid](
-        q, k, v, out, lse, *_pointers(spec, q), rows, k.shape[0], batch, heads, heads // k.shape[1],
-        q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), out.stride(0), out.stride(1),
-        scale_log2, threshold, multiplier,
-        **constants(d, dv, spec, blocks, q.dtype), num_warps=blocks.warps, num_stages=blocks.stages)
+        q,
+        k,
+        v,
+        out,
+        lse,
+        *_pointers(spec, q),
+        rows,
+        k.shape[0],
+        batch,
+        heads,
+        heads // k.shape[1],
+        q.stride(0),
+        q.stride(1),
+        k.stride(0),
+        k.stride(1),
+        v.stride(0),
+        v.stride(1),
+        out.stride(0),
+        out.stride(1),
+        scale_log2,
+        threshold,
+        multiplier,
+        **constants(d, dv, spec, blocks, q.dtype),
+        num_warps=blocks.warps,
+        num_stages=blocks.stages,
+    )
     return out, lse
 
 
@@ -163,21 +201,70 @@ def backward(
     delta = torch.empty_like(lse)
     if rows and heads:
         attention_delta[(triton.cdiv(rows, 64), heads)](
-            out, dout, delta, rows, heads, out.stride(0), out.stride(1), dout.stride(0), dout.stride(1),
-            DV=dv, BLOCK_DV=block_of(dv), BLOCK_Q=64)
-    shared = (*_pointers(spec, q), rows, k.shape[0], batch, heads, heads // kv_heads,
-              q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-              dout.stride(0), dout.stride(1), spec.scale, scale_log2, threshold, multiplier)
+            out,
+            dout,
+            delta,
+            rows,
+            heads,
+            out.stride(0),
+            out.stride(1),
+            dout.stride(0),
+            dout.stride(1),
+            DV=dv,
+            BLOCK_DV=block_of(dv),
+            BLOCK_Q=64,
+        )
+    shared = (
+        *_pointers(spec, q),
+        rows,
+        k.shape[0],
+        batch,
+        heads,
+        heads // kv_heads,
+        q.stride(0),
+        q.stride(1),
+        k.stride(0),
+        k.stride(1),
+        v.stride(0),
+        v.stride(1),
+        dout.stride(0),
+        dout.stride(1),
+        spec.scale,
+        scale_log2,
+        threshold,
+        multiplier,
+    )
     if dk.numel() + dv_.numel():
         blocks = cfg.backward_kv
         grid = (batch + 1, kv_heads, _tiles(spec.max_k, blocks.k))
         attention_backward_kv[grid](
-            q, k, v, dout, lse, delta, dk, dv_, *shared,
-            **constants(d, dv, spec, blocks, q.dtype), num_warps=blocks.warps, num_stages=blocks.stages)
+            q,
+            k,
+            v,
+            dout,
+            lse,
+            delta,
+            dk,
+            dv_,
+            *shared,
+            **constants(d, dv, spec, blocks, q.dtype),
+            num_warps=blocks.warps,
+            num_stages=blocks.stages,
+        )
     if dq.numel():
         blocks = cfg.backward_q
         grid = (batch + 1, heads, _tiles(spec.max_q, blocks.q))
         attention_backward_q[grid](
-            q, k, v, dout, lse, delta, dq, *shared,
-            **constants(d, dv, spec, blocks, q.dtype), num_warps=blocks.warps, num_stages=blocks.stages)
+            q,
+            k,
+            v,
+            dout,
+            lse,
+            delta,
+            dq,
+            *shared,
+            **constants(d, dv, spec, blocks, q.dtype),
+            num_warps=blocks.warps,
+            num_stages=blocks.stages,
+        )
     return dq, dk, dv_

@@ -42,7 +42,7 @@ class Config:
 def config(head_dim: int, dtype: torch.dtype, heavy: bool = False, interpreted: bool = False) -> Config:
     """Tiles that fit without register spills on sm_90 and sm_100 (tests/kernels/test_aot.py).
 
-    `heavy`: positions or dropout need registers too. fp32 products are exact, made of scalar multiply-adds; above
+    `heavy`: positions, windows and dropout need registers too. fp32 products are exact, made of scalar multiply-adds; above
     head_dim 128 their backward spills.
     """
     if interpreted:
@@ -64,7 +64,8 @@ def config(head_dim: int, dtype: torch.dtype, heavy: bool = False, interpreted: 
 
 
 def is_heavy(spec: AttentionSpec) -> bool:
-    return spec.dropout_p > 0 or spec.q_positions is not None or spec.k_positions is not None
+    return (spec.dropout_p > 0 or spec.window != (-1, -1)
+            or spec.q_positions is not None or spec.k_positions is not None)
 
 
 def is_interpreted() -> bool:

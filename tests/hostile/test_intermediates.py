@@ -34,7 +34,7 @@ QUICK = [
     *("several_histories", "mask_ids_gather_length", "joined_histories", "plain_mean"),
 ]
 # One call is one graph without random numbers and data-dependent sizes.
-OTHERS = [n for n, c in CASES.items() if not c.tags & {"dropout", "graph_break", "unbacked"} and n not in QUICK]
+OTHERS = [n for n, c in CASES.items() if not c.tags & {"dropout", "graph_break", "unbacked", "nothing"} and n not in QUICK]
 
 
 def captured_call(model: Any, args: Any) -> tuple[Captured, tuple[Any, ...]]:

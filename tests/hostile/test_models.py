@@ -10,12 +10,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import gemopt
 from gemopt.testing import assert_equivalent
 
 from ..models import CASES, ModelCase
 from ..models import parts as spelled
 from ..models.registry import ids_and_lengths
-from .common import compiled, sweep
+from .common import compiled, gradients, sweep
 
 QUICK = {
     *("masked_mean", "masked_max", "padded_hidden", "valid_not_ge", "fill_additive_1e4", "fill_inplace"),
@@ -95,3 +96,36 @@ def test_any_mixture_of_spellings(chosen, seed):
 @given(choices(quick=False), st.integers(0, 99))
 def test_many_mixtures_of_spellings(chosen, seed):
     check_choices(chosen, seed)
+
+
+def test_padded_hidden_states_are_refused_by_name_and_offered_back():
+    """The refusal names the output and what to do; with `padded_outputs="zero"` the rows outside the mask are zero and
+    have no gradient, the others are eager's."""
+    model, inputs = CASES["padded_hidden"].make(0)
+    lengths = torch.tensor([3, 11, 1, 7])
+    batch = inputs(lengths, 11, torch.Generator().manual_seed(0))
+    refused = gemopt.explain(model, *batch)
+    assert not any(r.kernel == "jagged_attention" for r in refused.rewrites)
+    reasons = [r for r in refused.rejections if "output" in r.reason]
+    assert reasons and any("padded_outputs" in r.hint for r in reasons)
+
+    subject = compiled(model, padded_outputs="zero")
+    out, expected = subject(*batch), model(*batch)
+    valid = torch.arange(11) < lengths[:, None]
+    assert subject.report.steps_packed == 1
+    assert torch.equal(out[~valid], torch.zeros_like(out[~valid]))
+    torch.testing.assert_close(out[valid], expected[valid])
+    weights = torch.randn_like(out)
+    (out * weights).sum().backward()
+    mine = gradients(model)
+    model.zero_grad()
+    (expected * weights * valid[..., None]).sum().backward()
+    for name, gradient in gradients(model).items():
+        torch.testing.assert_close(mine[name], gradient, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_the_default_compile_of_assert_equivalent():
+    model, inputs = CASES["masked_mean"].make(0)
+    result = assert_equivalent(model, inputs, cases=("given", "zeros"))
+    assert result.report.rewrites and [c.path for c in result.cases] == ["packed", "packed"]
+    assert "ran packed" in str(result)

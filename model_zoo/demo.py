@@ -36,6 +36,8 @@ MODEL = "gem_small"
 NAMES = {"compile": "torch.compile, padded", "gemopt": "gemopt, packed"}
 # Both run in float32 with different summation orders; Adam amplifies the difference from step to step.
 COMPARED_STEPS, LOSS_TOLERANCE = 50, 1e-4
+# On a slow or busy machine the demo times fewer steps rather than take longer than its budget.
+FEWEST_STEPS, SHORT_SHARE = 5, 0.75
 
 
 @dataclass
@@ -64,24 +66,34 @@ class Side:
             self.first[max_len] = seconds
 
 
-def make_sides(vocabulary: dict[str, int], max_len: int, lr: float, seed: int) -> dict[str, Side]:
-    torch.manual_seed(seed)
-    initial = tasks.build_model(MODEL, vocabulary, max_len, dropout=0.0, pooling="mean").train()
+def make_sides(vocabulary: dict[str, int], max_len: int, options: argparse.Namespace) -> dict[str, Side]:
+    """Both runs, from the same parameters. Both compile for any length at once, or each would compile twice."""
+    torch.manual_seed(options.seed)
+    layers = options.layers
+    initial = tasks.build_model(MODEL, vocabulary, max_len, dropout=0.0, pooling="mean", n_layers=layers).train()
     sides = {}
     for mode in NAMES:
         model = copy.deepcopy(initial)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
-        sides[mode] = Side(model, tasks.compiled(model, mode), optimizer)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, fused=True)
+        sides[mode] = Side(model, tasks.compiled(model, mode, dynamic=True), optimizer)
     return sides
 
 
-def race(sides: dict[str, Side], batches: Iterable[Batch], max_len: int, steps: int, console: Console) -> float:
-    """Train both in turns: one step that compiles, ``steps`` timed ones. Returns the mean padding share."""
+def race(
+    sides: dict[str, Side], batches: Iterable[Batch], max_len: int, steps: int, until: float, console: Console
+) -> float:
+    """Train both in turns: one step that may compile, then ``steps`` timed ones. Returns the mean padding share.
+
+    Past the time ``until`` (of ``time.perf_counter``) it stops early, but not before ``FEWEST_STEPS`` timed steps.
+    """
     padding, stream = [], iter(batches)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TextColumn("{task.fields[doing]}"), console=console) as progress:
         bar = progress.add_task(f"maximum {max_len}", total=steps + 1, doing="")
         for number in range(steps + 1):
+            if number > FEWEST_STEPS and time.perf_counter() > until:
+                progress.console.print(f"maximum {max_len}: stopped after {number - 1} timed steps, for lack of time")
+                break
             batch = next(stream)
             padding.append(tasks.padding_share(MODEL, batch))
             order = list(sides) if number % 2 == 0 else list(sides)[::-1]  # neither always goes first
@@ -199,7 +211,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--long-max-len", type=int, default=700, help="longest history of the second measurement")
     p.add_argument("--long-steps", type=int, default=10, help="timed steps of the second measurement; 0 leaves it out")
     p.add_argument("--batch-size", type=int, default=128)
+    p.add_argument("--layers", type=int, default=1, help="transformer layers of every history")
     p.add_argument("--lr", type=float, default=1e-3)
+    p.add_argument("--budget", type=float, default=270, help="seconds after which fewer steps are timed")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--out", type=Path, default=Path("runs/demo"))
     return p
@@ -212,36 +226,36 @@ def batches_of(samples: SampleSet, options: argparse.Namespace) -> Iterable[Batc
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     if options.steps < 1 or options.long_steps < 0:
-        print(f"demo: error: steps must be at least 1, got {options.steps}", file=sys.stderr)
+        steps = f"{options.steps} and {options.long_steps}"
+        print(f"demo: error: steps must be at least 1, long-steps at least 0, got {steps}", file=sys.stderr)
         return 2
     console, began = Console(), time.perf_counter()
     samples, vocabulary = tasks.load_samples("movielens", MODEL, options.max_len)
     longest = max(options.max_len, options.long_max_len if options.long_steps else 0)
-    sides = make_sides(vocabulary, longest, options.lr, options.seed)
+    sides = make_sides(vocabulary, longest, options)
     parameters = sum(p.numel() for p in sides["gemopt"].model.parameters())
     console.print(
         f"GEMSmall, {parameters:,} parameters, on {len(samples['train']):,} ratings of MovieLens-100K; three "
         f"histories a sample; batch {options.batch_size}; float32; {torch.get_num_threads()} threads"
     )
-    padding = {options.max_len: race(sides, batches_of(samples["train"], options), options.max_len, options.steps, console)}
+
+    stream = batches_of(samples["train"], options)
+    until = began + SHORT_SHARE * options.budget
+    padding = {options.max_len: race(sides, stream, options.max_len, options.steps, until, console)}
+    trained = len(sides["gemopt"].losses)
     metrics = {mode: evaluate_model(MODEL, side.model, samples["valid"]) for mode, side in sides.items()}
     if options.long_steps:
         long, _ = tasks.load_samples("movielens", MODEL, options.long_max_len)
+        stream, until = batches_of(long["train"], options), began + options.budget
         for side in sides.values():
             side.model.train()
-        share = race(sides, batches_of(long["train"], options), options.long_max_len, options.long_steps, console)
+        share = race(sides, stream, options.long_max_len, options.long_steps, until, console)
         padding[options.long_max_len] = share
 
-    report = report_of(sides)
-    print(report)
-    console.print(metrics_table(metrics, options.steps + 1), speed_table(sides, padding))
-    options.out.mkdir(parents=True, exist_ok=True)
-    summary = summarise(sides, metrics, padding, options)
-    (options.out / "report.json").write_text(json.dumps(summary, indent=1) + "\n")
-    report.to_html(options.out / "report.html")
-    plot(sides, padding, options.out / "step_time.png")
-    difference = summary["largest_loss_difference"]
-    compared = min(COMPARED_STEPS, len(sides["gemopt"].losses))
+    print(report_of(sides))
+    console.print(metrics_table(metrics, trained), speed_table(sides, padding))
+    summary = write_files(sides, metrics, padding, options)
+    difference, compared = summary["largest_loss_difference"], min(COMPARED_STEPS, trained)
     console.print(f"largest difference of the losses over {compared} steps: {difference:.1e}")
     console.print(f"written to {options.out}/: report.json, report.html, step_time.png")
     console.print(f"{time.perf_counter() - began:.0f} s in all")
@@ -249,6 +263,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.print(f"[bold red]the losses part by more than {LOSS_TOLERANCE}: please report this")
         return 1
     return 0
+
+
+def write_files(
+    sides: dict[str, Side], metrics: dict[str, Metrics], padding: dict[int, float], options: argparse.Namespace
+) -> dict[str, Any]:
+    """``report.json``, ``report.html`` and ``step_time.png`` in ``options.out``; the content of the first."""
+    options.out.mkdir(parents=True, exist_ok=True)
+    summary = summarise(sides, metrics, padding, options)
+    (options.out / "report.json").write_text(json.dumps(summary, indent=1) + "\n")
+    report_of(sides).to_html(options.out / "report.html")
+    plot(sides, padding, options.out / "step_time.png")
+    return summary
 
 
 if __name__ == "__main__":

@@ -32,12 +32,15 @@ def load_samples(data: str, model: str, max_len: int) -> tuple[dict[str, SampleS
     return {s: source.samples(s, max_len, histories(model)) for s in splits}, source.vocabulary
 
 
-def build_model(model: str, vocabulary: dict[str, int], max_len: int, dropout: float, pooling: Any) -> nn.Module:
+def build_model(
+    model: str, vocabulary: dict[str, int], max_len: int, dropout: float, pooling: Any, n_layers: int = 2
+) -> nn.Module:
     """A freshly initialised model; the seed is the caller's (``torch.manual_seed``)."""
     check_name("model", model, MODELS)
+    options: dict[str, Any] = {"max_len": max_len, "dropout": dropout, "pooling": pooling, "n_layers": n_layers}
     if model == "sasrec":
-        return SASRec(SASRecConfig(vocabulary["item_id"], max_len, dropout=dropout, pooling=pooling))
-    return GEMSmall(GEMSmallConfig(vocabulary, histories(model), max_len, dropout=dropout, pooling=pooling))
+        return SASRec(SASRecConfig(vocabulary["item_id"], **options))
+    return GEMSmall(GEMSmallConfig(vocabulary, histories(model), **options))
 
 
 def click_logits(model: str, module: Callable[..., Tensor], batch: Batch) -> Tensor:
@@ -48,16 +51,16 @@ def click_logits(model: str, module: Callable[..., Tensor], batch: Batch) -> Ten
     return module(batch)
 
 
-def compiled(module: nn.Module, mode: str) -> Callable[..., Tensor]:
+def compiled(module: nn.Module, mode: str, dynamic: bool | None = None) -> Callable[..., Tensor]:
     """``module`` as it is, under ``torch.compile``, or under ``gemopt.compile``; parameters are shared."""
     check_name("mode", mode, MODES)
     if mode == "eager":
         return module
     if mode == "compile":
-        return torch.compile(module)
+        return torch.compile(module, dynamic=dynamic)
     import gemopt  # only here: the models and their training do not depend on it
 
-    return gemopt.compile(module)
+    return gemopt.compile(module, dynamic=dynamic)
 
 
 def padding_share(model: str, batch: Batch) -> float:

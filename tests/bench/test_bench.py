@@ -74,7 +74,7 @@ def eager_contestants(unpad, monkeypatch):
     class Report:
         rewrites = rejections = ()
 
-    def compiled(module, mode):
+    def compiled(module, mode, dynamic=None):
         module.report = Report()
         return module
 

@@ -39,7 +39,7 @@ class FakeReport:
 def uncompiled(monkeypatch):
     """Both sides run eagerly; evaluation looks at a few samples."""
 
-    def compiled(module, mode):
+    def compiled(module, mode, dynamic=None):
         module.report = FakeReport()
         return module
 

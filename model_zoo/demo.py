@@ -35,7 +35,7 @@ from .trainer import evaluate_model
 MODEL = "gem_small"
 NAMES = {"compile": "torch.compile, padded", "gemopt": "gemopt, packed"}
 # Both run in float32 with different summation orders; Adam amplifies the difference from step to step.
-COMPARED_STEPS, LOSS_TOLERANCE = 50, 1e-4
+COMPARED_STEPS, LOSS_TOLERANCE = 50, 5e-4
 # On a slow or busy machine the demo times fewer steps rather than take longer than its budget.
 FEWEST_STEPS, SHORT_SHARE = 5, 0.75
 
@@ -191,12 +191,11 @@ def plot(sides: dict[str, Side], padding: dict[int, float], path: Path) -> None:
             right.plot(offsets, times, ".", ms=3, color="black", alpha=0.35)
         speedup = medians["compile"] / medians["gemopt"]
         right.annotate(
-            f"{speedup:.1f}x", (place + 0.2, medians["gemopt"]), xytext=(0, 14), textcoords="offset points",
+            f"{speedup:.1f}x", (place + 0.2, max(times)), xytext=(0, 5), textcoords="offset points",
             ha="center", weight="bold", color=colours["gemopt"],
         )  # fmt: skip
-    right.set_yscale("log")
     right.set_xticks(range(len(ticks)), ticks)
-    right.set(ylabel="seconds per training step (log)", title="Less time")
+    right.set(ylabel="seconds per training step", title="Less time")
     right.legend(frameon=False, loc="upper left")
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
@@ -210,7 +209,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--steps", type=int, default=120, help="timed training steps")
     p.add_argument("--long-max-len", type=int, default=700, help="longest history of the second measurement")
     p.add_argument("--long-steps", type=int, default=10, help="timed steps of the second measurement; 0 leaves it out")
-    p.add_argument("--batch-size", type=int, default=128)
+    p.add_argument("--batch-size", type=int, default=64)
     p.add_argument("--layers", type=int, default=1, help="transformer layers of every history")
     p.add_argument("--lr", type=float, default=1e-3)
     p.add_argument("--budget", type=float, default=270, help="seconds after which fewer steps are timed")

@@ -8,15 +8,10 @@
 from __future__ import annotations
 
 from gemopt.testing.compare import Comparison, Tolerance
-from gemopt.testing.equivalence import (
-    DEFAULT_CASES,
-    CaseResult,
-    EquivalenceError,
-    EquivalenceResult,
-    assert_equivalent,
-)
+from gemopt.testing.equivalence import DEFAULT_CASES, assert_equivalent
 from gemopt.testing.inputs import Batch
 from gemopt.testing.lengths import CASES, draw_lengths
+from gemopt.testing.result import CaseResult, EquivalenceError, EquivalenceResult
 
 __all__ = [
     "CASES",

@@ -13,16 +13,14 @@ right.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from gemopt.testing.checker import Checker
 from gemopt.testing.compare import Comparison
 from gemopt.testing.inputs import Batch
-
-if TYPE_CHECKING:
-    from gemopt.testing.equivalence import CaseResult, Checker
+from gemopt.testing.result import CaseResult, describe
 
 _FALSE_ALARM = 1e-6
 _PROJECTIONS = 16
@@ -63,14 +61,12 @@ def bound(elements: int, runs: int) -> float:
 
 def compare_distributions(checker: Checker, name: str, batch: Batch, runs: int) -> CaseResult:
     """Run both models `runs` times with different seeds and compare every tensor they show."""
-    from gemopt.testing.equivalence import CaseResult, describe
-
     case = CaseResult(name, describe(batch))
     _, eager, objective = checker.references(batch)
     first = checker.run_compiled(batch, objective)
     case.path = first.path
     if eager.error or first.error:
-        return checker._errors(case, eager, first)
+        return checker.errors(case, eager, first)
     theirs: dict[str, Moments] = {}
     mine: dict[str, Moments] = {}
     for run in range(runs):

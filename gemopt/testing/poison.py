@@ -21,8 +21,11 @@ import torch.fx as fx
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from gemopt.testing.equivalence import Checker, EquivalenceError, _compile
+from gemopt.testing.checker import Checker
+from gemopt.testing.compare import Tolerance
+from gemopt.testing.equivalence import compile_for_test
 from gemopt.testing.inputs import Batch, as_batch
+from gemopt.testing.result import EquivalenceError
 from gemopt.testing.runs import Objective, Observed, State, modules_of, no_dropout
 
 VALUES = (math.nan, math.inf, -math.inf, 1e30)
@@ -90,8 +93,8 @@ def poison(
     if not rows:
         raise ValueError("mask: no float input has rows outside it; allowed: a mask with false entries")
     with no_dropout(state.modules):
-        subject = compiled if compiled is not None else _compile(model, recipe, inner)
-        checker = Checker(model, subject, state, loss, 0, None, None)  # type: ignore[arg-type]
+        subject = compiled if compiled is not None else compile_for_test(model, recipe, inner)
+        checker = Checker(model, subject, state, loss, 0, None, Tolerance())
         result = PoisonResult()
         runs = (("eager", checker.run_eager), ("compiled", checker.run_compiled))
         objective = Objective(loss, 0)
@@ -107,7 +110,7 @@ def poison(
                     getattr(result, kind).extend(changes)
     state.restore()
     if strict and not result.clean:
-        raise EquivalenceError(f"padding is observed\n{result}", result)  # type: ignore[arg-type]
+        raise EquivalenceError(f"padding is observed\n{result}", result)
     return result
 
 

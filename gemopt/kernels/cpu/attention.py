@@ -90,8 +90,12 @@ def _heads_first(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _use_flash(q: Tensor, v: Tensor, spec: AttentionSpec) -> bool:
-    return spec.dropout_p == 0.0 and q.shape[-1] == v.shape[-1]
+# Up to here the plain products are as fast as the flash kernel, and exact where a sequence has one key only.
+SHORT = 64
+
+
+def _use_flash(q: Tensor, v: Tensor, spec: AttentionSpec, group: Group) -> bool:
+    return spec.dropout_p == 0.0 and q.shape[-1] == v.shape[-1] and group.k.length > SHORT
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
@@ -135,7 +139,7 @@ def _group_forward(
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     qd, kd, vd = (_heads_first(side.take(x), dtype) for side, x in ((group.q, q), (group.k, k), (group.k, v)))
-    if _use_flash(q, v, spec):
+    if _use_flash(q, v, spec, group):
         mask, causal = _flash_mask(group, spec, dtype)
         return flash_path.forward(qd, kd, vd, mask, causal, spec.scale)
     sharing = q.shape[1] // k.shape[1]
@@ -191,13 +195,13 @@ def _group_backward(
     kd, vd = (_heads_first(group.k.take(x), dtype) for x in (k, v))
     do = _heads_first(group.q.take_zeroed(dout), dtype)
     l = group.q.take(lse).transpose(1, 2)
-    if _use_flash(q, v, spec):
+    if _use_flash(q, v, spec, group):
         mask, causal = _flash_mask(group, spec, dtype)
         return flash_path.backward(do, qd, kd, vd, od, l, mask, causal, spec.scale)
     heads, kv_heads = q.shape[1], k.shape[1]
     kd, vd = (x.repeat_interleave(heads // kv_heads, dim=1) for x in (kd, vd))
     gq, gk, gv = math_path.backward(
-        do, qd, kd, vd, od, l, _mask(group, spec), spec.scale, _dropout(group, words, spec.dropout_p)
+        do, qd, kd, vd, l, _mask(group, spec), spec.scale, _dropout(group, words, spec.dropout_p)
     )
     if heads != kv_heads:
         gk, gv = (x.unflatten(1, (kv_heads, -1)).sum(2) for x in (gk, gv))

@@ -64,8 +64,7 @@ def config(head_dim: int, dtype: torch.dtype, heavy: bool = False, interpreted: 
 
 
 def is_heavy(spec: AttentionSpec) -> bool:
-    return (spec.dropout_p > 0 or spec.window != (-1, -1)
-            or spec.q_positions is not None or spec.k_positions is not None)
+    return spec.dropout_p > 0 or spec.window != (-1, -1) or spec.q_positions is not None or spec.k_positions is not None
 
 
 def is_interpreted() -> bool:

@@ -101,6 +101,11 @@ def _from_softmax(softmax: fx.Node, known: Analysis) -> Site | None:
     q, k, query = _queries_and_keys(scores, known, slots[0])
     out, v, v_exprs, out_slots, dropout, after = weighted
     _check_escapes((softmax, *scores.interior, scores.at, *after), out, known)
+    batch = set(range(count)) - {query, slots[0]}
+    if {s for s in out_slots if s is not None} != batch | {query}:
+        raise NoMatch(out, "the result lacks an axis of the scores")
+    if {e.args[0] for e in v_exprs if e is not None} != batch | {slots[0]}:
+        raise NoMatch(out, "queries, keys and values do not share every batch axis")
     return Site(
         out=out, q=q.operand, k=k.operand, v=v,
         q_exprs=q.exprs, k_exprs=k.exprs, v_exprs=v_exprs, out_slots=out_slots,
@@ -216,6 +221,8 @@ def _apply_fill(scores: _Scores, node: fx.Node, fill: float) -> None:
 
 
 def _step_scale(scores: _Scores, known: Analysis, node: fx.Node, divide: bool) -> bool:
+    if argument(node, "rounding_mode") is not None:
+        raise NoMatch(node, "scores are rounded")
     for position in (0, 1) if not divide else (0,):
         other = node.args[1 - position]
         access = _access_of_argument(node, known, position)
@@ -238,8 +245,8 @@ def _step_add(scores: _Scores, known: Analysis, node: fx.Node) -> bool:
         if term is None or access is None:
             continue
         mask = additive_mask(term)
-        if mask is not None and op_name(node) == "aten.add" and node.kwargs.get("alpha", 1) == 1:
-            if mask[1] > -float("inf"):
+        if mask is not None and op_name(node) == "aten.add" and argument(node, "alpha", 1) == 1:
+            if mask[0] != t.TRUE:
                 _apply_fill(scores, node, mask[1])
             scores.mask = t.and_(scores.mask, mask[0])
             _move_to(scores, access)
@@ -259,6 +266,7 @@ def _queries_and_keys(scores: _Scores, known: Analysis, key: int) -> tuple[Acces
     if len(operands) != 2:
         raise NoMatch(node, "scores are not a product of two tensors")
     used = [frozenset().union(*(e.slots for e in a.exprs if e is not None)) for a in operands]
+    _check_pairs(node)
     if sum(key in u for u in used) != 1:
         raise NoMatch(node, "the softmax axis does not come from exactly one operand of the product")
     k, q = (0, 1) if key in used[0] else (1, 0)
@@ -275,6 +283,16 @@ def _queries_and_keys(scores: _Scores, known: Analysis, key: int) -> tuple[Acces
     return operands[q], operands[k], next(iter(own))
 
 
+def _check_pairs(node: fx.Node) -> None:
+    """einsum may sum an axis of one operand alone, or pair contracted axes in another order; a product does neither."""
+    if op_name(node) != "aten.einsum":
+        return
+    inputs, output = str(node.args[0]).replace(" ", "").split("->")
+    contracted = [[c for c in word if c not in output] for word in inputs.split(",")]
+    if contracted[0] != contracted[-1]:
+        raise NoMatch(node, "the operands do not contract the same axes in the same order")
+
+
 def _read_added(scores: _Scores, known: Analysis, node: fx.Node, operands: list[Access]) -> list[Access]:
     """baddbmm(mask, q, k): the added tensor is a mask like any other."""
     if node.kwargs.get("beta", 1) != 1:
@@ -285,7 +303,7 @@ def _read_added(scores: _Scores, known: Analysis, node: fx.Node, operands: list[
     mask = None if term is None else additive_mask(term)
     if mask is None:
         raise NoMatch(node, "the tensor that baddbmm adds to the scores is not a mask")
-    if mask[1] > -float("inf"):
+    if mask[0] != t.TRUE:
         _apply_fill(scores, node, mask[1])
     scores.mask = t.and_(scores.mask, mask[0])
     scores.scale *= float(node.kwargs.get("alpha", 1))  # type: ignore[arg-type]
@@ -364,6 +382,7 @@ def _values(
     out: fx.Node, p: Access, v: Access, scores: tuple[int | None, ...], key: int, dropout: float,
     passed: list[fx.Node], count: int,
 ) -> _Weighted:  # fmt: skip
+    _check_pairs(out)
     if sum(e is None for e in p.exprs) != 1:
         raise NoMatch(out, "the product with the values contracts more than the softmax axis")
     out_slots = _slots_of_result(scores, p, count)

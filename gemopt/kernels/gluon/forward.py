@@ -1,0 +1,219 @@
+"""Warp-specialised forward on sm_90, for softmax and for score functions.
+
+For a tile of PARTS·64 queries, over key tiles j of ROWS_K rows:
+
+    S_j = Q K_jᵀ,   softmax: P_j = 2^(c S_j - m),  l = Σ P,  O = Σ P_j V_j / l
+                    gdpa:    P_j = act(scale·S_j),           O = post_scale · Σ P_j V_j
+
+The producer warp copies Q, K, V; each consumer warpgroup owns 64 query rows and keeps S (ROWS_K columns) and O (DV
+columns) in registers. Q K_jᵀ is issued before P_{j-1} V_{j-1}, so the tensor cores work on the older product while the
+score function is applied to the newer scores. The output is staged in the query buffer and stored by TMA.
+FLOPs 4·H·D·Σ q_i·k_i; bytes: q, k, v and out once, k and v again for every further query tile (from L2 as a rule).
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from gemopt.kernels.gluon.parts import Band, as_matrix, load_tile, new_ring, store_rows
+from gemopt.kernels.gluon.scores import SOFTMAX, units
+
+M = gl.constexpr(64)  # query rows of one warpgroup: one wgmma tile
+LN2 = gl.constexpr(0.6931471805599453)
+
+
+@gluon.jit
+def produce(q_desc, k_desc, v_desc, q, k, v, tiles, count, heads, sharing, band, D: gl.constexpr, DV: gl.constexpr):
+    """The copying warp: the queries of each tile, then its keys and values."""
+    ROWS_K: gl.constexpr = k_desc.block_type.shape[2]
+    item = 0
+    turn = 0
+    for t in range(gl.program_id(0), gl.load(count) * heads, gl.num_programs(0)):
+        head = t % heads
+        first, q_start, q_len, k_start, k_len = load_tile(tiles, t // heads)
+        q.load(q_desc, turn, q_start, q_len, first, head * D)
+        turn += 1
+        low, n = band.span(first, q.PARTS * M, q_len, k_len, ROWS_K)
+        kv_head = head // sharing
+        for j in range(n):
+            k.load(k_desc, item, k_start, k_len, low + j * ROWS_K, kv_head * D)
+            v.load(v_desc, item, k_start, k_len, low + j * ROWS_K, kv_head * DV)
+            item += 1
+
+
+@gluon.jit
+def weights(s, top, total, x, y, q_len, k_len, scale, band, ACT: gl.constexpr):
+    """Weights of a score tile in fp32, the new running maximum and sum, and the factor of the old output.
+
+    softmax scores are in base 2 (`scale` holds log2 e); `top` is the maximum of unscaled scores.
+    """
+    layout: gl.constexpr = s.type.layout
+    ROWS_K: gl.constexpr = s.shape[1]
+    if ACT == SOFTMAX:
+        if band.cuts(x, M, y, ROWS_K, q_len, k_len):
+            s = gl.where(band.sees(x, M, y, ROWS_K, q_len, k_len, layout), s, float("-inf"))
+        new_top = gl.maximum(top, gl.max(s, 1))
+        # A row that has seen nothing keeps -inf; 0 stands in, so that 2^(-inf - top) is 0 and not NaN.
+        base = gl.where(new_top == float("-inf"), 0.0, new_top) * scale
+        p = gl.exp2(s * scale - base[:, None])
+        decay = gl.exp2(top * scale - base)
+        return p, new_top, total * decay + gl.sum(p, 1), decay
+    else:
+        p = units(s, scale, ACT)
+        if band.BEFORE or band.AFTER:
+            if band.cuts(x, M, y, ROWS_K, q_len, k_len):
+                p = gl.where(band.sees(x, M, y, ROWS_K, q_len, k_len, layout), p, 0.0)
+        return p, top, total, total
+
+
+@gluon.jit
+def consume(
+    part: gl.constexpr,
+    out_desc,
+    lse_ptr,
+    q,
+    k,
+    v,
+    tiles,
+    count,
+    heads,
+    scale,
+    prescale,
+    out_scale,
+    band,
+    D: gl.constexpr,
+    DV: gl.constexpr,
+    ACT: gl.constexpr,
+    EARLY_WAIT: gl.constexpr,
+):
+    """A multiplying warpgroup: query rows `part * 64` and on of each tile."""
+    ROWS_K: gl.constexpr = k.data.shape[3]
+    dtype: gl.constexpr = q.data.dtype
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS_K, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
+    zero = gl.zeros([M, ROWS_K], gl.float32, s_layout)
+    item = 0
+    turn = 0
+    for t in range(gl.program_id(0), gl.load(count) * heads, gl.num_programs(0)):
+        head = t % heads
+        first, q_start, q_len, k_start, k_len = load_tile(tiles, t // heads)
+        x = first + part * M
+        low, n = band.span(first, q.PARTS * M, q_len, k_len, ROWS_K)
+        top = gl.full([M], float("-inf"), gl.float32, gl.SliceLayout(1, s_layout))
+        total = gl.zeros([M], gl.float32, gl.SliceLayout(1, s_layout))
+        acc = gl.zeros([M, DV], gl.float32, o_layout)
+        q_box = q.box(turn, part)
+        q.wait_full(turn)
+        k.wait_full(item)
+        started = warpgroup_mma(as_matrix(q_box), as_matrix(k.box(item)).permute([1, 0]), zero, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(0, [started])
+        k.release(item)
+        if prescale != 1.0:
+            s = s * prescale
+        p32, top, total, decay = weights(s, top, total, x, low, q_len, k_len, scale, band, ACT)
+        p = gl.convert_layout(p32.to(dtype), p_layout)
+        for j in range(1, n):
+            k.wait_full(item + 1)
+            started = warpgroup_mma(
+                as_matrix(q_box), as_matrix(k.box(item + 1)).permute([1, 0]), zero, use_acc=False, is_async=True
+            )
+            v.wait_full(item)
+            adding = warpgroup_mma(p, as_matrix(v.box(item)), acc, is_async=True)
+            s = warpgroup_mma_wait(1, [started])
+            k.release(item + 1)
+            if prescale != 1.0:
+                s = s * prescale
+            p32, top, total, decay = weights(s, top, total, x, low + j * ROWS_K, q_len, k_len, scale, band, ACT)
+            next_p = gl.convert_layout(p32.to(dtype), p_layout)
+            if EARLY_WAIT:
+                # A wait on a barrier that has completed: it ends the basic block. Without it ptxas moves the wait for
+                # the product above most of the score function, which then no longer overlaps with it.
+                v.wait_full(item)
+            acc, p = warpgroup_mma_wait(0, [adding, p])
+            v.release(item)
+            if ACT == SOFTMAX:
+                acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, o_layout))[:, None]
+            p = next_p
+            item += 1
+        v.wait_full(item)
+        adding = warpgroup_mma(p, as_matrix(v.box(item)), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, [adding])
+        v.release(item)
+        item += 1
+        if ACT == SOFTMAX:
+            sums = gl.where(total == 0.0, 1.0, total)
+            acc = acc / gl.convert_layout(sums, gl.SliceLayout(1, o_layout))[:, None]
+            rows = x + gl.arange(0, M, layout=gl.SliceLayout(1, s_layout))
+            lse = (top * scale + gl.log2(total)) * LN2  # -inf where nothing is seen
+            gl.store(lse_ptr + (q_start + rows).to(gl.int64) * heads + head, lse, mask=rows < q_len)
+        else:
+            acc = acc * out_scale
+        as_matrix(q_box).store(acc.to(dtype))
+        fence_async_shared()
+        store_rows(out_desc, q_box, q_start, q_len, x, head * DV)
+        tma.store_wait(0)
+        q.release(turn)
+        turn += 1
+
+
+@gluon.jit(do_not_specialize=["heads", "sharing", "before", "after"])
+def attention_forward(
+    q_desc,
+    k_desc,
+    v_desc,
+    out_desc,
+    lse_ptr,
+    tiles,
+    count,
+    heads,
+    sharing,
+    before,
+    after,
+    scale,
+    prescale,
+    out_scale,
+    D: gl.constexpr,
+    DV: gl.constexpr,
+    ACT: gl.constexpr,
+    BEFORE: gl.constexpr,
+    AFTER: gl.constexpr,
+    BOTTOM_RIGHT: gl.constexpr,
+    PARTS: gl.constexpr,
+    STAGES: gl.constexpr,
+    Q_STAGES: gl.constexpr,
+    EARLY_WAIT: gl.constexpr,
+    REGISTERS: gl.constexpr,
+    num_warps: gl.constexpr,
+):
+    """Grid: one program per multiprocessor. `count` holds the number of tiles; every tile stands for all heads."""
+    q = new_ring(q_desc, Q_STAGES, PARTS, PARTS)
+    k = new_ring(k_desc, STAGES, 1, PARTS)
+    v = new_ring(v_desc, STAGES, 1, PARTS)
+    fence_async_shared()
+    band = Band(before, after, BEFORE, AFTER, BOTTOM_RIGHT, ACT == SOFTMAX)
+    # fmt: off
+    if PARTS == 1:
+        gl.warp_specialize([
+            (consume, (gl.constexpr(0), out_desc, lse_ptr, q, k, v, tiles, count, heads, scale, prescale, out_scale, band, D, DV, ACT, EARLY_WAIT)),
+            (produce, (q_desc, k_desc, v_desc, q, k, v, tiles, count, heads, sharing, band, D, DV)),
+        ], [1], [24])
+    elif PARTS == 2:
+        gl.warp_specialize([
+            (consume, (gl.constexpr(0), out_desc, lse_ptr, q, k, v, tiles, count, heads, scale, prescale, out_scale, band, D, DV, ACT, EARLY_WAIT)),
+            (consume, (gl.constexpr(1), out_desc, lse_ptr, q, k, v, tiles, count, heads, scale, prescale, out_scale, band, D, DV, ACT, EARLY_WAIT)),
+            (produce, (q_desc, k_desc, v_desc, q, k, v, tiles, count, heads, sharing, band, D, DV)),
+        ], [4, 1], [REGISTERS, 24])
+    else:
+        gl.warp_specialize([
+            (consume, (gl.constexpr(0), out_desc, lse_ptr, q, k, v, tiles, count, heads, scale, prescale, out_scale, band, D, DV, ACT, EARLY_WAIT)),
+            (consume, (gl.constexpr(1), out_desc, lse_ptr, q, k, v, tiles, count, heads, scale, prescale, out_scale, band, D, DV, ACT, EARLY_WAIT)),
+            (consume, (gl.constexpr(2), out_desc, lse_ptr, q, k, v, tiles, count, heads, scale, prescale, out_scale, band, D, DV, ACT, EARLY_WAIT)),
+            (produce, (q_desc, k_desc, v_desc, q, k, v, tiles, count, heads, sharing, band, D, DV)),
+        ], [4, 4, 1], [REGISTERS, REGISTERS, 24])
+    # fmt: on

@@ -12,7 +12,7 @@ from torch import Tensor
 from gemopt.kernels.cpu import attention as cpu
 
 Forward = Callable[..., tuple[Tensor, Tensor]]
-Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]
+Backward = Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]]
 
 
 def use_triton(x: Tensor) -> bool:
@@ -21,7 +21,11 @@ def use_triton(x: Tensor) -> bool:
 
 
 def attention_kernels(q: Tensor) -> tuple[Forward, Backward]:
-    """Forward and backward of jagged attention for the device of `q`."""
+    """Forward and backward of attention for the device of `q`.
+
+    forward(q, k, v, spec) -> out, lse                    lse `[Tq, H]`, or `[0, H]` unless the weights are a softmax
+    backward(dout, q, k, v, out, lse, spec, bias_grad) -> dq, dk, dv, dbias or None
+    """
     if not use_triton(q):
         return cpu.forward, cpu.backward
     from gemopt.kernels.triton import jagged_attention as kernels  # triton is absent on some CPU installs

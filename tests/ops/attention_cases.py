@@ -7,14 +7,23 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from gemopt.ops import jagged_attention, reference
+from gemopt.ops import block_attention, gdpa, jagged_attention, reference
 
-GRADS = ("dq", "dk", "dv")
+GRADS = ("dq", "dk", "dv", "dbias")
+OPS = {
+    "jagged_attention": (jagged_attention, reference.jagged_attention),
+    "gdpa": (gdpa, reference.gdpa),
+    "block_attention": (block_attention, reference.block_attention),
+}
 
 
 @dataclass(frozen=True)
 class Case:
-    """One call. `positions` draws random ones; `seed` goes with dropout; `spare` rows follow the last offset."""
+    """One call. `positions` draws random ones; `seed` goes with dropout; `spare` rows follow the last offset.
+
+    bias, mask: which dims of `[B, H, Lq, Lk]` the drawn table has, the others being 1; "" draws none. An "x" among them
+    expands the dims that are 1 to their full size instead.
+    """
 
     q_lens: tuple[int, ...]
     k_lens: tuple[int, ...] | None = None  # None: the queries' (self attention)
@@ -25,6 +34,9 @@ class Case:
     spare: int = 0
     positions: str = ""  # "", "q", "k", "both", "same"
     offsets_dtype: torch.dtype = torch.int64
+    bias: str = ""
+    mask: str = ""
+    op: str = "jagged_attention"
     kwargs: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -55,6 +67,7 @@ CASES: dict[str, Case] = {
     "window right": Case((20, 9, 33), kwargs={"window": (-1, 1)}),
     "window zero": Case((20, 9, 33), kwargs={"window": (0, 0)}),
     "causal window": Case((20, 9, 33), kwargs={"window": (5, 3), "causal": True}),
+    "causal window, more keys": Case((5, 9), (30, 12), kwargs={"window": (3, -1), "causal": True}),
     "window, cross, bottom right": Case((20, 9, 4), (7, 30, 11), kwargs={"window": (2, 1), "causal_align": "bottom_right"}),
     "positions q": Case((4, 9, 1), (6, 12, 3), positions="q", kwargs={"causal": True}),
     "positions k": Case((4, 9, 1), (6, 12, 3), positions="k", kwargs={"causal": True}),
@@ -85,7 +98,50 @@ CASES: dict[str, Case] = {
     "long": Case((150, 7, 131), kwargs={"causal": True}),
     "long, not causal": Case((150, 7), (140, 200)),
     "long window": Case((150, 200), kwargs={"window": (20, 0)}),
-}
+    "bias": Case((5, 1, 16, 33), bias="BHQK"),
+    "bias shared, causal": Case((5, 1, 0, 16, 33), bias="HQK", kwargs={"causal": True}),
+    "bias shared by heads": Case((5, 20), (9, 17), bias="BQK", heads=4, kv_heads=2),
+    "bias of keys": Case((5, 20, 3), (9, 17, 0), bias="BHK", spare=2),
+    "bias of queries, expanded": Case((5, 20), bias="HQx", dv=8, kwargs={"window": (3, 2)}),
+    "bias, bottom right": Case((5, 20), (9, 30), bias="HQK", kwargs={"causal": True, "causal_align": "bottom_right"}),
+    "bias, positions": Case((14, 9, 1), (16, 12, 3), bias="HQK", positions="both", kwargs={"causal": True}),
+    "bias, positions of keys": Case((14, 9, 1), (16, 12, 3), bias="BQK", positions="k"),
+    "bias, single query": Case((1, 1, 0), (7, 20, 4), bias="BHQK", positions="q"),
+    "bias, dropout": Case((5, 20, 3), bias="QK", heads=4, kv_heads=1, kwargs={"dropout_p": 0.3}),
+    "mask": Case((5, 1, 16, 33), mask="BHQK"),
+    "mask of keys": Case((5, 20, 3), (9, 17, 0), mask="BK", kwargs={"causal": True}),
+    "mask, expanded": Case((5, 20), (9, 17), mask="QKx", kwargs={"window": (3, -1)}),
+    "mask, positions": Case((14, 9, 1), (16, 12, 3), mask="BHQK", positions="both"),
+    "mask and bias, single query": Case((1, 1), (7, 20), mask="HQK", bias="HK", kwargs={"dropout_p": 0.2}),
+    "mask and bias, long": Case((150, 7, 131), mask="HQK", bias="HQK", kwargs={"causal": True}),
+    "gdpa": Case((5, 1, 16, 33), op="gdpa", kwargs={"activation": "gelu"}),
+    "gdpa, causal, both scales": Case(
+        (5, 1, 0, 33), op="gdpa", kwargs={"activation": "silu", "scale": 0.4, "post_scale": 0.1, "causal": True}
+    ),
+    "gdpa, dense keys": Case((20, 9, 0, 33), (8,) * 4, op="gdpa", kwargs={"activation": "gelu_tanh"}),
+    "gdpa, sigmoid, padding": Case((20, 9, 3), (7, 30, 11), op="gdpa", spare=2, kwargs={"activation": "sigmoid"}),
+    "gdpa, per head": Case(
+        (5, 20), (9, 17), heads=4, kv_heads=2, op="gdpa", kwargs={"activation": ["gelu", "relu", "sigmoid", "gelu"]}
+    ),
+    "gdpa, window, bottom right": Case(
+        (20, 9, 4), (7, 30, 11), op="gdpa",
+        kwargs={"activation": "hardswish", "window": (2, 1), "causal_align": "bottom_right"},
+    ),
+    "gdpa, positions, bias, mask": Case(
+        (14, 9, 1), (16, 12, 3), op="gdpa", positions="both", bias="HQK", mask="BQK",
+        kwargs={"activation": "sigmoid", "causal": True, "scale": 0.5},
+    ),
+    "gdpa, single query, bias": Case((1, 0, 1), (7, 3, 20), op="gdpa", bias="BHK", kwargs={"activation": "leaky_relu"}),
+    "gdpa, dropout": Case((5, 20, 0, 3), dv=8, op="gdpa", kwargs={"activation": "relu2", "dropout_p": 0.3}),
+    "gdpa, long": Case((150, 7), (140, 200), op="gdpa", kwargs={"activation": "identity", "post_scale": 0.01}),
+    "block": Case((5, 1, 16, 0, 33, 8), op="block_attention", kwargs={"block_size": 8}),
+    "block, causal": Case((5, 1, 16, 0, 33), heads=4, kv_heads=2, spare=3, op="block_attention",
+                          kwargs={"block_size": 16, "causal": True, "scale": 0.3}),
+    "block of one": Case((3, 0, 2), op="block_attention", kwargs={"block_size": 1}),
+    "block, empty": Case((0, 0), op="block_attention", kwargs={"block_size": 4}),
+    "block, no sequence": Case((), op="block_attention", kwargs={"block_size": 4}),
+    "block larger than all": Case((30, 7), op="block_attention", offsets_dtype=torch.int32, kwargs={"block_size": 64}),
+}  # fmt: skip
 
 
 def offsets_of(lens: tuple[int, ...], dtype: torch.dtype = torch.int64) -> Tensor:
@@ -98,7 +154,7 @@ class Inputs:
     k: Tensor
     v: Tensor
     dout: Tensor
-    kwargs: dict[str, Any]  # everything else jagged_attention takes
+    kwargs: dict[str, Any]  # everything else the op takes
 
 
 def draw(case: Case, dtype: torch.dtype, seed: int = 0) -> Inputs:
@@ -113,13 +169,23 @@ def draw(case: Case, dtype: torch.dtype, seed: int = 0) -> Inputs:
     def positions(rows: int) -> Tensor:
         return torch.randint(0, 20, (rows,), generator=gen)
 
+    def table(axes: str) -> Tensor:
+        longest = [20 if case.positions else 0] * 2
+        full = (len(case.q_lens), case.heads, *map(max, longest, (max_q, max_k)))
+        drawn = normal(*(n if axis in axes else 1 for axis, n in zip("BHQK", full, strict=True)))
+        return drawn.expand(full) if "x" in axes else drawn
+
     kwargs = dict(case.kwargs)
-    kwargs.update(
-        q_offsets=offsets_of(case.q_lens, case.offsets_dtype),
-        k_offsets=offsets_of(case.key_lens, case.offsets_dtype),
-        max_q=max(case.q_lens, default=0),
-        max_k=max(case.key_lens, default=0),
-    )
+    max_q, max_k = max(case.q_lens, default=0), max(case.key_lens, default=0)
+    q_offsets, k_offsets = (offsets_of(lens, case.offsets_dtype) for lens in (case.q_lens, case.key_lens))
+    if case.op == "block_attention":
+        kwargs.update(offsets=q_offsets, max_seqlen=max_q)
+    else:
+        kwargs.update(q_offsets=q_offsets, k_offsets=k_offsets, max_q=max_q, max_k=max_k)
+    if case.bias:
+        kwargs["bias"] = table(case.bias)
+    if case.mask:
+        kwargs["mask"] = table(case.mask) > -0.5
     if case.positions in ("q", "both"):
         kwargs["q_positions"] = positions(rows_q)
     if case.positions in ("k", "both"):
@@ -139,13 +205,17 @@ def draw(case: Case, dtype: torch.dtype, seed: int = 0) -> Inputs:
 
 
 def run(function: Any, inputs: Inputs, dtype: torch.dtype, device: str = "cpu") -> dict[str, Tensor]:
-    """out, dq, dk, dv on the CPU in fp64."""
+    """out, dq, dk, dv and, with a bias, dbias on the CPU in fp64."""
     q, k, v = (x.to(device, dtype).requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
     kwargs = {n: x.to(device) if isinstance(x, Tensor) else x for n, x in inputs.kwargs.items()}
+    leaves = [q, k, v]
+    if "bias" in kwargs:
+        kwargs["bias"] = kwargs["bias"].to(dtype).requires_grad_()
+        leaves.append(kwargs["bias"])
     out = function(q, k, v, **kwargs)
-    grads = torch.autograd.grad(out, (q, k, v), inputs.dout.to(device, dtype))
+    grads = torch.autograd.grad(out, leaves, inputs.dout.to(device, dtype))
     assert out.dtype == dtype and all(g.dtype == dtype for g in grads)
-    return dict(zip(("out", *GRADS), (x.detach().cpu().double() for x in (out, *grads)), strict=True))
+    return dict(zip(("out", *GRADS), (x.detach().cpu().double() for x in (out, *grads)), strict=False))
 
 
 def rms(x: Tensor) -> float:
@@ -170,8 +240,9 @@ def assert_close(
 
 
 def check(case: Case, dtype: torch.dtype, device: str = "cpu", seed: int = 0, slack: float = 2.0) -> None:
-    """jagged_attention against the reference, forward and backward."""
+    """The op against its reference, forward and backward."""
     inputs = draw(case, dtype, seed)
-    exact = run(reference.jagged_attention, inputs, torch.float64)
-    eager = run(reference.jagged_attention, inputs, dtype)
-    assert_close(run(jagged_attention, inputs, dtype, device), eager, exact, dtype, slack)
+    op, eager_op = OPS[case.op]
+    exact = run(eager_op, inputs, torch.float64)
+    eager = run(eager_op, inputs, dtype)
+    assert_close(run(op, inputs, dtype, device), eager, exact, dtype, slack)

@@ -33,6 +33,11 @@ def attention_arguments(grad: bool, dtype: torch.dtype = torch.float32, **change
         "k_pos": None,
         "p": 0.0,
         "seed": None,
+        "bias": None,
+        "mask": None,
+        "activations": "softmax",
+        "post_scale": 1.0,
+        "block_size": 0,
     } | changes
     return (q, k, v, offsets, offsets, 5, 5, *rest.values())
 
@@ -49,16 +54,23 @@ POSITIONS = torch.arange(8)
         {"dv": 4},
         {"p": 0.2, "seed": torch.tensor([3])},
         {"left": 2, "q_pos": POSITIONS, "k_pos": POSITIONS},
+        {"bias": torch.randn(1, 4, 5, 5), "mask": torch.ones(3, 1, 5, 5, dtype=torch.bool)},
+        {"activations": "gelu"},
+        {"activations": "gelu,relu,silu,gelu", "post_scale": 0.3, "bias": torch.randn(3, 1, 5, 5)},
+        {"block_size": 2},
     ],
     ids=str,
 )
 def test_opcheck_attention(grad: bool, changes: dict) -> None:
+    changes = {n: x.clone().requires_grad_(grad) if n == "bias" else x for n, x in changes.items()}
     arguments = attention_arguments(grad, **changes)
     torch.library.opcheck(attention._attention._opoverload, arguments)
     if not grad:
         q, k, v, *spec = arguments
         out, lse = attention._attention(*arguments)
-        torch.library.opcheck(attention._attention_backward._opoverload, (torch.ones_like(out), q, k, v, out, lse, *spec))
+        saved = (out, lse) if lse.shape[0] else (None, None)
+        backward = (torch.ones_like(out), q, k, v, *saved, "bias" in changes, *spec)
+        torch.library.opcheck(attention._attention_backward._opoverload, backward)
 
 
 @pytest.mark.parametrize("grad", [False, True])

@@ -1,4 +1,4 @@
-"""jagged_attention on the CPU: dense batches of sequences of like length, one plan per set of offsets.
+"""jagged_attention and gdpa on the CPU: dense batches of sequences of like length, one plan per set of offsets.
 
 FLOPs 4·H·D·Σ qᵢkᵢ forward and 2.5 times that backward (plus the rounding of lengths to the group's); bytes are those
 of q, k, v, out once, plus one gather and one scatter where a group is no strided view. Half types are computed in fp32.
@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from gemopt.kernels.cpu import flash_path, math_path, single_query, workers
+from gemopt.kernels.cpu import flash_path, gdpa_path, math_path, single_query, tables, workers
 from gemopt.kernels.cpu.plan import Group, Plan, SingleQueries, plan
 from gemopt.kernels.spec import AttentionSpec
 from gemopt.ops import dropout as generator
@@ -25,7 +25,9 @@ def _simplify(spec: AttentionSpec, the_plan: Plan) -> AttentionSpec:
     q_pos, k_pos = spec.q_positions, spec.k_positions
     if q_pos is None and k_pos is None:
         return spec
-    needless = not spec.masked
+    needless = not spec.uses_positions
+    if spec.bias is not None or spec.mask is not None:
+        return spec
     if spec.causal and spec.window == (-1, -1) and q_pos is not None and k_pos is not None:
         if the_plan.q_offsets == the_plan.k_offsets and torch.equal(q_pos, k_pos):
             used = q_pos[: the_plan.q_offsets[-1]]
@@ -44,15 +46,15 @@ def _mask(group: Group, spec: AttentionSpec) -> math_path.Mask:
     by_row = spec.q_positions is None and spec.k_positions is None and (group.square or not spec.bottom_right)
     hidden = spec.causal and by_row and group.causal_hides_padding
     valid = group.k.valid if group.k.ragged and not hidden else None
-    return math_path.Mask(q_pos, k_pos, valid, spec.causal, spec.window, by_row)
+    return math_path.Mask(q_pos, k_pos, valid, spec.causal, spec.window, by_row, tables.table(spec.mask, group, spec))
 
 
 def _flash_mask(group: Group, spec: AttentionSpec, dtype: torch.dtype) -> tuple[Tensor | None, bool]:
     """The additive mask of the flash kernel and its causal flag."""
-    plain = spec.window == (-1, -1) and spec.q_positions is None and spec.k_positions is None
+    plain = spec.window == (-1, -1) and spec.q_positions is None and spec.k_positions is None and spec.mask is None
     if spec.causal and plain and group.causal_hides_padding and (group.square or not spec.bottom_right):
         return None, True
-    seen = _mask(group, spec).block(0, group.q.length)
+    seen = _mask(group, spec).block(0, group.q.length, group.k.length)
     if seen is None:
         return None, False
     return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, float("-inf")), False
@@ -92,25 +94,37 @@ def _heads_first(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _use_flash(q: Tensor, v: Tensor, spec: AttentionSpec, group: Group) -> bool:
     """Not where a sequence has one key only: its gradients are exactly 0 in eager, and rounding noise in flash."""
-    return spec.dropout_p == 0.0 and q.shape[-1] == v.shape[-1] and 1 not in group.k.lengths
+    plain = spec.softmax and spec.bias is None and spec.dropout_p == 0.0
+    return plain and q.shape[-1] == v.shape[-1] and 1 not in group.k.lengths
+
+
+def _plan(spec: AttentionSpec, q_rows: int, k_rows: int) -> Plan:
+    dense = not spec.softmax or spec.bias is not None or spec.mask is not None
+    the_plan = plan(spec.q_offsets, spec.k_offsets, q_rows, k_rows, dense)
+    if dense:
+        tables.check(spec, the_plan)
+    return the_plan
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
     """q `[Tq, H, D]`, k `[Tk, Hkv, D]`, v `[Tk, Hkv, Dv]` → out `[Tq, H, Dv]`, lse `[Tq, H]`.
 
-    A row without a visible key has out 0; its lse means nothing.
+    A row without a visible key has out 0; its lse means nothing. lse is `[0, H]` unless the weights are a softmax.
     """
     rows, heads, dtype = q.shape[0], q.shape[1], _compute_dtype(q.dtype)
-    the_plan = plan(spec.q_offsets, spec.k_offsets, rows, k.shape[0])
+    spec = spec.split_blocks(rows)
+    the_plan = _plan(spec, rows, k.shape[0])
     spec = _simplify(spec, the_plan)
     words = _row_words(spec, the_plan, rows, heads)
     out = _buffer(q, (rows, heads, v.shape[2]), the_plan.q_covered)
-    lse = _buffer(q.new_empty(0, dtype=dtype), (rows, heads), the_plan.q_covered)
+    lse_rows = rows if spec.softmax else 0
+    lse = _buffer(q.new_empty(0, dtype=dtype), (lse_rows, heads), the_plan.q_covered)
 
     def one_group(group: Group) -> None:
         o, l = _group_forward(q, k, v, group, spec, words, dtype)
         group.q.put(out, o.transpose(1, 2))
-        group.q.put(lse, l.transpose(1, 2))
+        if l is not None:
+            group.q.put(lse, l.transpose(1, 2))
 
     def one_single(single: SingleQueries) -> None:
         o, l = single_query.forward(q, k, v, single, spec, dtype)
@@ -123,7 +137,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tenso
             *(partial(one_single, single) for single in the_plan.single),
         ]
     )
-    return out[:rows], lse[:rows]
+    return out[:rows], lse[:lse_rows]
 
 
 def _group_forward(
@@ -134,46 +148,69 @@ def _group_forward(
     spec: AttentionSpec,
     words: tuple[Tensor, ...],
     dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     qd, kd, vd = (_heads_first(side.take(x), dtype) for side, x in ((group.q, q), (group.k, k), (group.k, v)))
     if _use_flash(q, v, spec, group):
         mask, causal = _flash_mask(group, spec, dtype)
         return flash_path.forward(qd, kd, vd, mask, causal, spec.scale)
     sharing = q.shape[1] // k.shape[1]
     kd, vd = (x.repeat_interleave(sharing, dim=1) for x in (kd, vd))
-    return math_path.forward(qd, kd, vd, _mask(group, spec), spec.scale, _dropout(group, words, spec.dropout_p))
+    bias, dropped = tables.table(spec.bias, group, spec), _dropout(group, words, spec.dropout_p)
+    if spec.softmax:
+        return math_path.forward(qd, kd, vd, _mask(group, spec), bias, spec.scale, dropped)
+    acts = spec.activations
+    return gdpa_path.forward(qd, kd, vd, _mask(group, spec), bias, spec.scale, spec.post_scale, acts, dropped), None
 
 
 def backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, spec: AttentionSpec
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v."""
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor | None,
+    lse: Tensor | None,
+    spec: AttentionSpec,
+    bias_grad: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of q, k, v and, if `bias_grad`, of the bias. `out` and `lse` are those of a softmax, else None."""
     dtype = _compute_dtype(q.dtype)
-    the_plan = plan(spec.q_offsets, spec.k_offsets, q.shape[0], k.shape[0])
+    spec = spec.split_blocks(q.shape[0])
+    the_plan = _plan(spec, q.shape[0], k.shape[0])
     spec = _simplify(spec, the_plan)
     words = _row_words(spec, the_plan, q.shape[0], q.shape[1])
     dq = _buffer(q, tuple(q.shape), the_plan.q_covered)
     dk, dv = (_buffer(x, tuple(x.shape), the_plan.k_covered) for x in (k, v))
+    dbias: Tensor | None = None
+    if bias_grad:
+        assert spec.bias is not None
+        dbias = torch.zeros(spec.bias.shape, dtype=dtype)
 
     def one_group(group: Group) -> None:
-        gq, gk, gv = _group_backward(dout, q, k, v, out, lse, group, spec, words, dtype)
+        gq, gk, gv = _group_backward(dout, q, k, v, out, lse, group, spec, words, dtype, dbias)
         group.q.put(dq, gq.transpose(1, 2))
         group.k.put(dk, gk.transpose(1, 2))
         group.k.put(dv, gv.transpose(1, 2))
 
     def one_single(single: SingleQueries) -> None:
+        assert out is not None and lse is not None
         gq, gk, gv = single_query.backward(dout, q, k, v, out, lse, single, spec, dtype)
         dq.index_copy_(0, single.q_rows, gq.to(dq.dtype))
         single.put_k(dk, gk)
         single.put_k(dv, gv)
 
-    workers.run(
-        [
-            *(partial(one_group, group) for group in the_plan.groups),
-            *(partial(one_single, single) for single in the_plan.single),
-        ]
-    )
-    return dq[: q.shape[0]], dk[: k.shape[0]], dv[: k.shape[0]]
+    pieces = [
+        *(partial(one_group, group) for group in the_plan.groups),
+        *(partial(one_single, single) for single in the_plan.single),
+    ]
+    if dbias is not None and dbias.shape[0] == 1:  # all add to the same numbers: one after the other, in one order
+        for piece in pieces:
+            piece()
+    else:
+        workers.run(pieces)
+    if dbias is not None:
+        assert spec.bias is not None
+        dbias = dbias.to(spec.bias.dtype)
+    return dq[: q.shape[0]], dk[: k.shape[0]], dv[: k.shape[0]], dbias
 
 
 def _group_backward(
@@ -181,25 +218,34 @@ def _group_backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    out: Tensor,
-    lse: Tensor,
+    out: Tensor | None,
+    lse: Tensor | None,
     group: Group,
     spec: AttentionSpec,
     words: tuple[Tensor, ...],
     dtype: torch.dtype,
+    dbias: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    qd, od = (_heads_first(group.q.take(x), dtype) for x in (q, out))
+    qd = _heads_first(group.q.take(q), dtype)
     kd, vd = (_heads_first(group.k.take(x), dtype) for x in (k, v))
     do = _heads_first(group.q.take_zeroed(dout), dtype)
-    l = group.q.take(lse).transpose(1, 2)
     if _use_flash(q, v, spec, group):
+        assert out is not None and lse is not None
+        od, l = _heads_first(group.q.take(out), dtype), group.q.take(lse).transpose(1, 2)
         mask, causal = _flash_mask(group, spec, dtype)
         return flash_path.backward(do, qd, kd, vd, od, l, mask, causal, spec.scale)
     heads, kv_heads = q.shape[1], k.shape[1]
     kd, vd = (x.repeat_interleave(heads // kv_heads, dim=1) for x in (kd, vd))
-    gq, gk, gv = math_path.backward(
-        do, qd, kd, vd, l, _mask(group, spec), spec.scale, _dropout(group, words, spec.dropout_p)
-    )
+    bias, dropped = tables.table(spec.bias, group, spec), _dropout(group, words, spec.dropout_p)
+    seen = _mask(group, spec)
+    if spec.softmax:
+        assert lse is not None
+        l = group.q.take(lse).transpose(1, 2)
+        gq, gk, gv = math_path.backward(do, qd, kd, vd, l, seen, bias, spec.scale, dropped, dbias)
+    else:
+        gq, gk, gv = gdpa_path.backward(
+            do, qd, kd, vd, seen, bias, spec.scale, spec.post_scale, spec.activations, dropped, dbias
+        )
     if heads != kv_heads:
         gk, gv = (x.unflatten(1, (kv_heads, -1)).sum(2) for x in (gk, gv))
     return gq, gk, gv

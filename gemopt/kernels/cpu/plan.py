@@ -101,6 +101,12 @@ class Rows:
 class Group:
     q: Rows
     k: Rows
+    members: tuple[int, ...]  # the numbers of its sequences
+
+    @cached_property
+    def seqs(self) -> Tensor:
+        """int64 `[n]`: the numbers of its sequences."""
+        return torch.tensor(self.members, dtype=torch.int64)
 
     @cached_property
     def causal_hides_padding(self) -> bool:
@@ -173,7 +179,7 @@ def _check(name: str, offsets: Offsets, rows: int) -> None:
 
 
 @lru_cache(maxsize=64)
-def _build(q_offsets: Offsets, k_offsets: Offsets, q_rows: int, k_rows: int) -> Plan:
+def _build(q_offsets: Offsets, k_offsets: Offsets, q_rows: int, k_rows: int, dense: bool) -> Plan:
     _check("q_offsets", q_offsets, q_rows)
     _check("k_offsets", k_offsets, k_rows)
     lengths = [(q1 - q0, k1 - k0) for (q0, q1), (k0, k1) in zip(pairwise(q_offsets), pairwise(k_offsets), strict=True)]
@@ -182,7 +188,7 @@ def _build(q_offsets: Offsets, k_offsets: Offsets, q_rows: int, k_rows: int) -> 
     k_covered = sum(lengths[b][1] for b in active) == k_rows
     groups: tuple[Group, ...] = ()
     single: tuple[SingleQueries, ...] = ()
-    if all(lengths[b][0] == 1 for b in active):
+    if not dense and all(lengths[b][0] == 1 for b in active):
         single = tuple(_single(seqs, q_offsets, k_offsets) for seqs in _by_rows(active, [k for _, k in lengths]))
     else:
         members: dict[tuple[int, int], list[int]] = {}
@@ -220,7 +226,7 @@ def _group(seqs: Sequence[int], q_offsets: Offsets, k_offsets: Offsets, q_rows: 
 
     q = side(q_offsets, q_rows)
     same = q_offsets == k_offsets and q_rows == k_rows
-    return Group(q, q if same else side(k_offsets, k_rows))
+    return Group(q, q if same else side(k_offsets, k_rows), tuple(seqs))
 
 
 def _single(seqs: Sequence[int], q_offsets: Offsets, k_offsets: Offsets) -> SingleQueries:
@@ -242,8 +248,10 @@ def _single(seqs: Sequence[int], q_offsets: Offsets, k_offsets: Offsets) -> Sing
     )
 
 
-def plan(q_offsets: Tensor, k_offsets: Tensor, q_rows: int, k_rows: int) -> Plan:
+def plan(q_offsets: Tensor, k_offsets: Tensor, q_rows: int, k_rows: int, dense: bool = False) -> Plan:
     """The plan of these offsets (int32 or int64 `[B + 1]`), built once per content.
+
+    `dense` asks for groups even where no sequence has more than one query.
 
     Raises:
         ValueError: offsets that do not start at 0, decrease, pass the rows they index, or disagree in B.
@@ -252,7 +260,7 @@ def plan(q_offsets: Tensor, k_offsets: Tensor, q_rows: int, k_rows: int) -> Plan
     k = q if k_offsets is q_offsets else tuple(k_offsets.tolist())
     if len(q) != len(k):
         raise ValueError(f"jagged_attention: q_offsets has {len(q) - 1} sequences but k_offsets has {len(k) - 1}")
-    return _build(q, k, q_rows, k_rows)
+    return _build(q, k, q_rows, k_rows, dense)
 
 
 def clear_cache() -> None:

@@ -134,6 +134,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tenso
     if _needs_host(q, v):
         out, lse = host_kernels.forward(q.cpu(), k.cpu(), v.cpu(), _to_host(spec))
         return out.to(q.device), lse.to(q.device)
+    spec = _supported(spec.split_blocks(q.shape[0]))
     q, k, v = (_dense_features(x) for x in (q, k, v))
     (rows, heads, d), dv = q.shape, v.shape[2]
     out, lse = q.new_empty((rows, heads, dv)), q.new_empty((rows, heads), dtype=torch.float32)
@@ -174,6 +175,12 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tenso
     return out, lse
 
 
+def _supported(spec: AttentionSpec) -> AttentionSpec:
+    if not spec.softmax or spec.bias is not None or spec.mask is not None:
+        raise NotImplementedError("attention in Triton: activations, bias and mask are not there yet")
+    return spec
+
+
 def _tiles(longest: int, block: int) -> int:
     return min(max(1, triton.cdiv(longest, block)), 65_535)
 
@@ -183,13 +190,23 @@ def _drop_unused(spec: AttentionSpec) -> AttentionSpec:
 
 
 def backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, spec: AttentionSpec
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v."""
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor | None,
+    lse: Tensor | None,
+    spec: AttentionSpec,
+    bias_grad: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of q, k, v and, if `bias_grad`, of the bias. `out` and `lse` are those of a softmax, else None."""
     if _needs_host(q, v):
-        on_host = (x.cpu() for x in (dout, q, k, v, out, lse))
-        dq, dk, dv_ = host_kernels.backward(*on_host, _to_host(spec))
-        return dq.to(q.device), dk.to(q.device), dv_.to(q.device)
+        on_host = (None if x is None else x.cpu() for x in (dout, q, k, v, out, lse))
+        grads = host_kernels.backward(*on_host, _to_host(spec), bias_grad)
+        dq, dk, dv_, dbias = (None if x is None else x.to(q.device) for x in grads)
+        return dq, dk, dv_, dbias
+    spec = _supported(spec.split_blocks(q.shape[0]))
+    assert out is not None and lse is not None
     dout, q, k, v, out = (_dense_features(x) for x in (dout, q, k, v, out))
     lse = lse.contiguous()
     (rows, heads, d), kv_heads, dv = q.shape, k.shape[1], v.shape[2]
@@ -267,4 +284,4 @@ def backward(
             num_warps=blocks.warps,
             num_stages=blocks.stages,
         )
-    return dq, dk, dv_
+    return dq, dk, dv_, None

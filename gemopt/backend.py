@@ -22,6 +22,7 @@ import torch
 import torch.fx as fx
 from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.exc import RestartAnalysis, SkipFrame
+from torch._dynamo.source import ConstantSource
 
 from gemopt import dynamo
 from gemopt.graph.capture import Captured, CaptureError, adopt_placeholder, capture, trains
@@ -186,7 +187,9 @@ def adopt(gm: fx.GraphModule, dynamo_gm: fx.GraphModule) -> None:
     for key in ("dynamo_compile_id", "dynamo_flat_name_to_original_fqn"):
         if key in dynamo_gm.meta:
             gm.meta[key] = dynamo_gm.meta[key]
-    gm._param_name_to_source = {}  # type: ignore[assignment]
+    # Literals of the user's code (`torch.tensor(1.0)`, `x[i] = 1`) are buffers of the retraced graph.
+    constants = (*gm.named_parameters(), *gm.named_buffers())
+    gm._param_name_to_source = {name: ConstantSource(name) for name, _ in constants}  # type: ignore[assignment]
 
 
 class Host:

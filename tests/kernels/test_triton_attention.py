@@ -41,6 +41,11 @@ HALF_CASES = [
     "GQA",
     "narrow values",
     "dropout causal GQA",
+    "bias shared, causal",
+    "mask and bias, long",
+    "gdpa, per head",
+    "gdpa, positions, bias, mask",
+    "block, causal",
 ]
 
 

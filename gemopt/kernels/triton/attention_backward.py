@@ -1,30 +1,35 @@
-"""Backward of jagged attention in Triton: two kernels, no atomics, so gradients are the same in every run.
+"""Backward of jagged attention in Triton: two kernels, so gradients of q, k, v are the same in every run.
 
 With P = exp(S - lse), delta_i = dO_i · O_i and drop as in the forward:
 
     dV = drop(P)ᵀ dO     dS = P * (drop(dO Vᵀ) - delta)     dQ = scale dS K     dK = scale dSᵀ Q
 
+and for an activation P = act(S), dS = act'(S) * drop(dO Vᵀ), with post_scale on all three gradients.
+
 `attention_backward_kv` owns a key tile and walks over the queries that see it, for every query head that shares the key
 head; it computes the transposed scores K Qᵀ directly, so no product is transposed in registers. `attention_backward_q`
-owns a query tile and walks over its keys. Seven products in place of the forward's two.
+owns a query tile and walks over its keys. Seven products in place of the forward's two. The bias, whose gradient is dS,
+has a kernel of its own (`attention_backward_bias`); only where positions are given does `attention_backward_q` add dS to it
+by atomics, in any order.
 """
 
 import triton
 import triton.language as tl
 
+from gemopt.kernels.triton.activations import activate, code_of, derivative
 from gemopt.kernels.triton.attention_tiles import (
+    LOG2E,
     dropped,
     extent,
     key_range,
     load_rows,
     query_range,
     row_positions,
+    scores_of,
     store_rows,
-    visible,
+    table_index,
 )
 from gemopt.kernels.triton.dropout import row_keys
-
-LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -51,7 +56,7 @@ def attention_delta(
 
 
 @triton.jit
-def _load_lse(lse_ptr, start, rows, length, heads, head):
+def load_lse(lse_ptr, start, rows, length, heads, head):
     """lse in base 2; 0 for rows that saw nothing, whose weights the mask makes 0."""
     lse = tl.load(lse_ptr + (start + rows) * heads + head, mask=rows < length, other=0.0) * LOG2E
     return tl.where(lse == float("-inf"), 0.0, lse)
@@ -72,6 +77,20 @@ def attention_backward_kv(
     q_pos_ptr,
     k_pos_ptr,
     seed_ptr,
+    bias_ptr,
+    bias_batch,
+    bias_head,
+    bias_row,
+    bias_col,
+    bias_rows,
+    bias_cols,
+    mask_ptr,
+    mask_batch,
+    mask_head,
+    mask_row,
+    mask_col,
+    mask_rows,
+    mask_cols,
     q_rows,
     k_rows,
     batch,
@@ -85,8 +104,9 @@ def attention_backward_kv(
     v_head_stride,
     dout_stride,
     dout_head_stride,
-    scale,
-    scale_log2,
+    grad_scale,
+    score_scale,
+    post_scale,
     threshold,
     multiplier,
     D: tl.constexpr,
@@ -102,6 +122,11 @@ def attention_backward_kv(
     HAS_Q_POS: tl.constexpr,
     HAS_K_POS: tl.constexpr,
     DROPOUT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    ACTS: tl.constexpr,
+    CODES: tl.constexpr,
+    CODE_HEADS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Grid (batch + 1, key heads, key tiles)."""
@@ -141,17 +166,43 @@ def attention_backward_kv(
             first = low + (step % tiles) * BLOCK_Q
             rows = first + tl.arange(0, BLOCK_Q)
             q = load_rows(q_ptr + head.to(tl.int64) * q_head_stride, q_start, rows, q_len, q_stride, D, BLOCK_D)
-            lse = _load_lse(lse_ptr, q_start, rows, q_len, heads, head)
-            scores = tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale_log2
-            seen = (rows[None, :] < q_len) & (keys[:, None] < k_len)
-            if CAUSAL or LEFT >= 0 or RIGHT >= 0:
-                q_pos = row_positions(q_pos_ptr, q_start, rows, q_len, shift, HAS_Q_POS)
-                seen = seen & visible(q_pos[None, :], k_pos[:, None], CAUSAL, LEFT, RIGHT)
-            p = tl.where(seen, tl.exp2(scores - lse[None, :]), 0.0)
+            q_pos = row_positions(q_pos_ptr, q_start, rows, q_len, shift, HAS_Q_POS)
+            bias_base = bias_ptr + b.to(tl.int64) * bias_batch + head.to(tl.int64) * bias_head
+            mask_base = mask_ptr + b.to(tl.int64) * mask_batch + head.to(tl.int64) * mask_head
+            scores, seen = scores_of(
+                tl.dot(k, tl.trans(q), input_precision=PRECISION),
+                (rows[None, :] < q_len) & (keys[:, None] < k_len),
+                q_pos[None, :],
+                k_pos[:, None],
+                shift,
+                score_scale,
+                bias_base,
+                bias_row,
+                bias_col,
+                bias_rows,
+                bias_cols,
+                mask_base,
+                mask_row,
+                mask_col,
+                mask_rows,
+                mask_cols,
+                CAUSAL,
+                LEFT,
+                RIGHT,
+                HAS_BIAS,
+                HAS_MASK,
+                ACTS == 0,
+            )
             dout = load_rows(
                 dout_ptr + head.to(tl.int64) * dout_head_stride, q_start, rows, q_len, dout_stride, DV, BLOCK_DV
             )
             dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
+            code = code_of(head, CODES, CODE_HEADS)
+            if ACTS == 0:
+                lse = load_lse(lse_ptr, q_start, rows, q_len, heads, head)
+                p = tl.where(seen, tl.exp2(scores - lse[None, :]), 0.0)
+            else:
+                p = tl.where(seen, activate(scores, code, ACTS), 0.0)
             weights = p
             if DROPOUT:
                 word_a, word_b = row_keys(seed_ptr, head, q_start + rows)
@@ -159,10 +210,15 @@ def attention_backward_kv(
                 weights = dropped(p, word_a[None, :], word_b[None, :], keys[:, None], limit, multiplier)
                 dp = dropped(dp, word_a[None, :], word_b[None, :], keys[:, None], limit, multiplier)
             dv = tl.dot(weights.to(dout.dtype), dout, dv, input_precision=PRECISION)
-            delta = tl.load(delta_ptr + (q_start + rows) * heads + head, mask=rows < q_len, other=0.0)
-            ds = p * (dp - delta[None, :])
+            if ACTS == 0:
+                delta = tl.load(delta_ptr + (q_start + rows) * heads + head, mask=rows < q_len, other=0.0)
+                ds = p * (dp - delta[None, :])
+            else:
+                ds = tl.where(seen, dp * derivative(scores, code, ACTS), 0.0)
             dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
-        store_rows(dk_ptr + kv_head.to(tl.int64) * D, k_start, keys, k_len, kv_heads * D, dk * scale, D, BLOCK_D)
+        dk = dk * grad_scale
+        dv = dv * post_scale
+        store_rows(dk_ptr + kv_head.to(tl.int64) * D, k_start, keys, k_len, kv_heads * D, dk, D, BLOCK_D)
         store_rows(dv_ptr + kv_head.to(tl.int64) * DV, k_start, keys, k_len, kv_heads * DV, dv, DV, BLOCK_DV)
 
 
@@ -175,11 +231,30 @@ def attention_backward_q(
     lse_ptr,
     delta_ptr,
     dq_ptr,
+    dbias_ptr,
+    dbias_batch,
+    dbias_head,
+    dbias_row,
+    dbias_col,
     q_offsets_ptr,
     k_offsets_ptr,
     q_pos_ptr,
     k_pos_ptr,
     seed_ptr,
+    bias_ptr,
+    bias_batch,
+    bias_head,
+    bias_row,
+    bias_col,
+    bias_rows,
+    bias_cols,
+    mask_ptr,
+    mask_batch,
+    mask_head,
+    mask_row,
+    mask_col,
+    mask_rows,
+    mask_cols,
     q_rows,
     k_rows,
     batch,
@@ -193,8 +268,9 @@ def attention_backward_q(
     v_head_stride,
     dout_stride,
     dout_head_stride,
-    scale,
-    scale_log2,
+    grad_scale,
+    score_scale,
+    post_scale,
     threshold,
     multiplier,
     D: tl.constexpr,
@@ -210,9 +286,15 @@ def attention_backward_q(
     HAS_Q_POS: tl.constexpr,
     HAS_K_POS: tl.constexpr,
     DROPOUT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    ACTS: tl.constexpr,
+    CODES: tl.constexpr,
+    CODE_HEADS: tl.constexpr,
     PRECISION: tl.constexpr,
+    ADD_DBIAS: tl.constexpr,
 ):
-    """Grid (batch + 1, heads, query tiles)."""
+    """Grid (batch + 1, heads, query tiles). With ADD_DBIAS it adds dS to the fp32 gradient of the bias, atomically."""
     b, head = tl.program_id(0), tl.program_id(1)
     q_start, q_len = extent(q_offsets_ptr, b, batch, q_rows)
     k_start, k_len = extent(k_offsets_ptr, b, batch, k_rows)
@@ -220,6 +302,10 @@ def attention_backward_q(
         k_len = 0
     k_base = k_ptr + (head // sharing).to(tl.int64) * k_head_stride
     v_base = v_ptr + (head // sharing).to(tl.int64) * v_head_stride
+    bias_base = bias_ptr + b.to(tl.int64) * bias_batch + head.to(tl.int64) * bias_head
+    mask_base = mask_ptr + b.to(tl.int64) * mask_batch + head.to(tl.int64) * mask_head
+    dbias_base = dbias_ptr + b.to(tl.int64) * dbias_batch + head.to(tl.int64) * dbias_head
+    code = code_of(head, CODES, CODE_HEADS)
     shift = 0
     if BOTTOM_RIGHT:
         shift = k_len - q_len
@@ -228,9 +314,10 @@ def attention_backward_q(
         rows = tile * BLOCK_Q + tl.arange(0, BLOCK_Q)
         q = load_rows(q_ptr + head.to(tl.int64) * q_head_stride, q_start, rows, q_len, q_stride, D, BLOCK_D)
         dout = load_rows(dout_ptr + head.to(tl.int64) * dout_head_stride, q_start, rows, q_len, dout_stride, DV, BLOCK_DV)
-        lse = _load_lse(lse_ptr, q_start, rows, q_len, heads, head)
-        delta = tl.load(delta_ptr + (q_start + rows) * heads + head, mask=rows < q_len, other=0.0)
         q_pos = row_positions(q_pos_ptr, q_start, rows, q_len, shift, HAS_Q_POS)
+        if ACTS == 0:
+            lse = load_lse(lse_ptr, q_start, rows, q_len, heads, head)
+            delta = tl.load(delta_ptr + (q_start + rows) * heads + head, mask=rows < q_len, other=0.0)
         if DROPOUT:
             word_a, word_b = row_keys(seed_ptr, head, q_start + rows)
         dq = tl.zeros((BLOCK_Q, BLOCK_D), tl.float32)
@@ -250,15 +337,43 @@ def attention_backward_q(
             keys = first + tl.arange(0, BLOCK_K)
             k = load_rows(k_base, k_start, keys, k_len, k_stride, D, BLOCK_D)
             v = load_rows(v_base, k_start, keys, k_len, v_stride, DV, BLOCK_DV)
-            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2
-            seen = keys[None, :] < k_len
-            if CAUSAL or LEFT >= 0 or RIGHT >= 0:
-                k_pos = row_positions(k_pos_ptr, k_start, keys, k_len, 0, HAS_K_POS)
-                seen = seen & visible(q_pos[:, None], k_pos[None, :], CAUSAL, LEFT, RIGHT)
-            p = tl.where(seen, tl.exp2(scores - lse[:, None]), 0.0)
+            k_pos = row_positions(k_pos_ptr, k_start, keys, k_len, 0, HAS_K_POS)
+            scores, seen = scores_of(
+                tl.dot(q, tl.trans(k), input_precision=PRECISION),
+                keys[None, :] < k_len,
+                q_pos[:, None],
+                k_pos[None, :],
+                shift,
+                score_scale,
+                bias_base,
+                bias_row,
+                bias_col,
+                bias_rows,
+                bias_cols,
+                mask_base,
+                mask_row,
+                mask_col,
+                mask_rows,
+                mask_cols,
+                CAUSAL,
+                LEFT,
+                RIGHT,
+                HAS_BIAS,
+                HAS_MASK,
+                ACTS == 0,
+            )
             dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)
             if DROPOUT:
                 dp = dropped(dp, word_a[:, None], word_b[:, None], keys[None, :], threshold.to(tl.uint32), multiplier)
-            ds = p * (dp - delta[:, None])
+            if ACTS == 0:
+                ds = tl.where(seen, tl.exp2(scores - lse[:, None]), 0.0) * (dp - delta[:, None])
+            else:
+                ds = tl.where(seen, dp * derivative(scores, code, ACTS), 0.0)
+            if ADD_DBIAS:
+                i = table_index(q_pos - shift, bias_rows, dbias_row)[:, None]
+                j = table_index(k_pos, bias_cols, dbias_col)[None, :]
+                inside = seen & (rows[:, None] < q_len) & (i >= 0) & (j >= 0)
+                tl.atomic_add(dbias_base + (i + j), ds * post_scale, mask=inside)
             dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
-        store_rows(dq_ptr + head.to(tl.int64) * D, q_start, rows, q_len, heads * D, dq * scale, D, BLOCK_D)
+        dq = dq * grad_scale
+        store_rows(dq_ptr + head.to(tl.int64) * D, q_start, rows, q_len, heads * D, dq, D, BLOCK_D)

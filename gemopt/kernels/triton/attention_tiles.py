@@ -10,6 +10,8 @@ import triton.language as tl
 
 from gemopt.kernels.triton.dropout import keep_mask
 
+LOG2E = tl.constexpr(1.4426950408889634)
+
 
 @triton.jit
 def extent(offsets_ptr, b, batch, rows):
@@ -119,3 +121,59 @@ def query_range(
 def dropped(values, a, b, k_rows, threshold, multiplier):
     """Dropout of `values`: zero, or times 1 / (1 - p)."""
     return tl.where(keep_mask(a, b, k_rows, threshold), values * multiplier, 0.0)
+
+
+@triton.jit
+def table_index(positions, size, stride):
+    """Element offsets of positions along one axis of a bias or mask, int32; -1 outside of it."""
+    return tl.where((positions >= 0) & (positions < size), positions * stride, -1).to(tl.int32)
+
+
+@triton.jit
+def read_table(base_ptr, q_pos, k_pos, row_stride, col_stride, rows, cols, wanted):
+    """Elements of one sequence's and head's bias or mask at broadcast positions; 0 outside of it and where not wanted."""
+    i, j = table_index(q_pos, rows, row_stride), table_index(k_pos, cols, col_stride)
+    return tl.load(base_ptr + (i + j), mask=wanted & (i >= 0) & (j >= 0), other=0)
+
+
+@triton.jit
+def scores_of(
+    products,
+    seen,
+    q_pos,
+    k_pos,
+    shift,
+    score_scale,
+    bias_base,
+    bias_row,
+    bias_col,
+    bias_rows,
+    bias_cols,
+    mask_base,
+    mask_row,
+    mask_col,
+    mask_rows,
+    mask_cols,
+    CAUSAL: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    SOFTMAX: tl.constexpr,
+):
+    """Scores (in base 2 for a softmax) from the products of queries and keys, and which of them are visible.
+
+    Positions broadcast against `products`, in either orientation. Those of queries carry `shift`, which bias and mask do
+    not: it is 0 where positions are given.
+    """
+    if CAUSAL or LEFT >= 0 or RIGHT >= 0:
+        seen = seen & visible(q_pos, k_pos, CAUSAL, LEFT, RIGHT)
+    if HAS_MASK:
+        seen = seen & (read_table(mask_base, q_pos - shift, k_pos, mask_row, mask_col, mask_rows, mask_cols, seen) != 0)
+    scores = products * score_scale
+    if HAS_BIAS:
+        bias = read_table(bias_base, q_pos - shift, k_pos, bias_row, bias_col, bias_rows, bias_cols, seen).to(tl.float32)
+        if SOFTMAX:
+            bias = bias * LOG2E
+        scores += bias
+    return scores, seen

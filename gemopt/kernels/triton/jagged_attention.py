@@ -1,11 +1,12 @@
-"""Launches the Triton kernels of jagged attention.
+"""Launches the Triton kernels of jagged attention and gdpa.
 
 Nothing here reads a device value: grids come from `max_q`, `max_k` and the batch size. The batch lies on the one grid
 axis without a practical limit; the tiles of a sequence, which a program may stride over, on a short one.
 """
 
 import math
-from dataclasses import dataclass, replace
+import warnings
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,84 +16,20 @@ from torch import Tensor
 from gemopt.kernels.cpu import attention as host_kernels
 from gemopt.kernels.spec import AttentionSpec
 from gemopt.kernels.triton.attention_backward import attention_backward_kv, attention_backward_q, attention_delta
+from gemopt.kernels.triton.attention_backward_bias import attention_backward_bias
 from gemopt.kernels.triton.attention_forward import attention_forward
+from gemopt.kernels.triton.configs import Blocks, block_of, config, constants, is_heavy
 from gemopt.ops import dropout as generator
 
 MAX_HEAD_DIM = 256
 LOG2E = math.log2(math.e)
-
-
-@dataclass(frozen=True)
-class Blocks:
-    """Tile sizes and launch options of one kernel."""
-
-    q: int
-    k: int
-    warps: int
-    stages: int
-
-
-@dataclass(frozen=True)
-class Config:
-    forward: Blocks
-    backward_kv: Blocks
-    backward_q: Blocks
-
-
-def config(head_dim: int, dtype: torch.dtype, heavy: bool = False, interpreted: bool = False) -> Config:
-    """Tiles that fit without register spills on sm_90 and sm_100 (tests/kernels/test_aot.py).
-
-    `heavy`: positions, windows and dropout need registers too. fp32 products are exact, made of scalar multiply-adds; above
-    head_dim 128 their backward spills.
-    """
-    if interpreted:
-        blocks = Blocks(32, 64, 4, 1)  # the interpreter's time goes by tiles
-        return Config(blocks, blocks, blocks)
-    if dtype == torch.float32:
-        if head_dim <= 64:
-            return Config(Blocks(32, 32, 4, 2), Blocks(16, 32, 8, 1), Blocks(32, 32, 4, 1))
-        return Config(Blocks(32, 32, 8, 1), Blocks(16, 16, 8, 1), Blocks(32, 16, 8, 1))
-    if head_dim <= 64:
-        if heavy:
-            return Config(Blocks(64, 64, 4, 2), Blocks(32, 32, 4, 2), Blocks(64, 64, 8, 2))
-        return Config(Blocks(128, 64, 8, 3), Blocks(64, 32, 4, 2), Blocks(64, 64, 4, 2))
-    if head_dim <= 128:
-        if heavy:
-            return Config(Blocks(64, 64, 8, 2), Blocks(64, 32, 8, 2), Blocks(64, 32, 8, 2))
-        return Config(Blocks(128, 64, 8, 2), Blocks(64, 32, 8, 2), Blocks(64, 64, 8, 2))
-    return Config(Blocks(64, 32, 8, 1), Blocks(32, 32, 8, 1), Blocks(32, 16, 8, 1))
-
-
-def is_heavy(spec: AttentionSpec) -> bool:
-    return spec.dropout_p > 0 or spec.window != (-1, -1) or spec.q_positions is not None or spec.k_positions is not None
+NO_LIMIT = 2**31 - 1
+# Programs that keep a large GPU busy; the gradient of a shared bias splits the batch until it has as many.
+WANTED_PROGRAMS = 1024
 
 
 def is_interpreted() -> bool:
     return not isinstance(attention_forward, triton.runtime.JITFunction)
-
-
-def block_of(head_dim: int) -> int:
-    return max(16, triton.next_power_of_2(head_dim))
-
-
-def constants(d: int, dv: int, spec: AttentionSpec, blocks: Blocks, dtype: torch.dtype) -> dict[str, Any]:
-    """The constexpr arguments the forward and both backward kernels share."""
-    return {
-        "D": d,
-        "DV": dv,
-        "BLOCK_D": block_of(d),
-        "BLOCK_DV": block_of(dv),
-        "BLOCK_Q": blocks.q,
-        "BLOCK_K": blocks.k,
-        "CAUSAL": spec.causal,
-        "BOTTOM_RIGHT": spec.bottom_right,
-        "LEFT": spec.window[0],
-        "RIGHT": spec.window[1],
-        "HAS_Q_POS": spec.q_positions is not None,
-        "HAS_K_POS": spec.k_positions is not None,
-        "DROPOUT": spec.dropout_p > 0,
-        "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
-    }
 
 
 def _needs_host(q: Tensor, v: Tensor) -> bool:
@@ -114,79 +51,88 @@ def _dense_features(x: Tensor) -> Tensor:
     return x if x.stride(2) == 1 or x.shape[2] == 1 else x.contiguous()
 
 
-def _pointers(spec: AttentionSpec, q: Tensor) -> list[Tensor]:
-    """Offsets, positions and seed; a kernel never reads through a stand-in."""
+def _prepare(spec: AttentionSpec, rows: int) -> AttentionSpec:
+    """Blocks as sequences, unused positions dropped."""
+    spec = spec.split_blocks(rows)
+    return spec if spec.uses_positions else replace(spec, q_positions=None, k_positions=None)
+
+
+def _table_args(table: Tensor | None, stand_in: Tensor) -> list[Any]:
+    """Pointer, strides and bounds of a bias or mask; an axis of size 1 has stride 0 and no bound."""
+    if table is None:
+        return [stand_in, 0, 0, 0, 0, 0, 0]
+    if table.dtype == torch.bool:
+        table = table.view(torch.uint8)
+    strides = [0 if size == 1 else step for size, step in zip(table.shape, table.stride(), strict=True)]
+    if sum(max(size - 1, 0) * step for size, step in zip(table.shape[2:], strides[2:], strict=True)) > NO_LIMIT:
+        raise ValueError(
+            f"attention: the elements of one sequence and head of bias or mask must lie within 2^31 of each other, "
+            f"got shape {list(table.shape)} with strides {list(table.stride())}"
+        )
+    return [table, *strides, *(NO_LIMIT if size == 1 else size for size in table.shape[2:])]
+
+
+def _shared_args(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> list[Any]:
+    """Offsets to strides, as every kernel takes them; a kernel never reads through a stand-in."""
     return [
         spec.q_offsets,
         spec.k_offsets,
         *(q if x is None else x for x in (spec.q_positions, spec.k_positions, spec.seed)),
+        *_table_args(spec.bias, q),
+        *_table_args(spec.mask, q),
+        q.shape[0],
+        k.shape[0],
+        spec.q_offsets.shape[0] - 1,
+        q.shape[1],
+        q.shape[1] // k.shape[1],
+        *(x.stride(dim) for x in (q, k, v) for dim in (0, 1)),
     ]
 
 
-def _numbers(spec: AttentionSpec) -> tuple[float, int, float]:
-    """scale in base 2, dropout threshold as the int32 of the same bits, multiplier."""
+def _numbers(spec: AttentionSpec) -> list[Any]:
+    """Scale of the scores (base 2 for a softmax), post scale, dropout threshold as the int32 of its bits, multiplier."""
     limit = generator.threshold(spec.dropout_p)
-    return spec.scale * LOG2E, limit - (1 << 32) if limit >= 1 << 31 else limit, generator.multiplier(spec.dropout_p)
-
-
-def forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
-    """q `[Tq, H, D]`, k `[Tk, Hkv, D]`, v `[Tk, Hkv, Dv]` → out `[Tq, H, Dv]`, lse fp32 `[Tq, H]`."""
-    if _needs_host(q, v):
-        out, lse = host_kernels.forward(q.cpu(), k.cpu(), v.cpu(), _to_host(spec))
-        return out.to(q.device), lse.to(q.device)
-    spec = _supported(spec.split_blocks(q.shape[0]))
-    q, k, v = (_dense_features(x) for x in (q, k, v))
-    (rows, heads, d), dv = q.shape, v.shape[2]
-    out, lse = q.new_empty((rows, heads, dv)), q.new_empty((rows, heads), dtype=torch.float32)
-    if out.numel() == 0:
-        return out, lse
-    spec = _drop_unused(spec)
-    blocks = config(max(d, dv), q.dtype, is_heavy(spec), is_interpreted()).forward
-    batch = spec.q_offsets.shape[0] - 1
-    scale_log2, threshold, multiplier = _numbers(spec)
-    grid = (batch + 1, heads, _tiles(spec.max_q, blocks.q))
-    attention_forward[grid](
-        q,
-        k,
-        v,
-        out,
-        lse,
-        *_pointers(spec, q),
-        rows,
-        k.shape[0],
-        batch,
-        heads,
-        heads // k.shape[1],
-        q.stride(0),
-        q.stride(1),
-        k.stride(0),
-        k.stride(1),
-        v.stride(0),
-        v.stride(1),
-        out.stride(0),
-        out.stride(1),
-        scale_log2,
-        threshold,
-        multiplier,
-        **constants(d, dv, spec, blocks, q.dtype),
-        num_warps=blocks.warps,
-        num_stages=blocks.stages,
-    )
-    return out, lse
-
-
-def _supported(spec: AttentionSpec) -> AttentionSpec:
-    if not spec.softmax or spec.bias is not None or spec.mask is not None:
-        raise NotImplementedError("attention in Triton: activations, bias and mask are not there yet")
-    return spec
+    return [
+        spec.scale * LOG2E if spec.softmax else spec.scale,
+        spec.post_scale,
+        limit - (1 << 32) if limit >= 1 << 31 else limit,
+        generator.multiplier(spec.dropout_p),
+    ]
 
 
 def _tiles(longest: int, block: int) -> int:
     return min(max(1, triton.cdiv(longest, block)), 65_535)
 
 
-def _drop_unused(spec: AttentionSpec) -> AttentionSpec:
-    return spec if spec.masked else replace(spec, q_positions=None, k_positions=None)
+def forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+    """q `[Tq, H, D]`, k `[Tk, Hkv, D]`, v `[Tk, Hkv, Dv]` → out `[Tq, H, Dv]`, lse fp32 `[Tq, H]` (softmax) or `[0, H]`."""
+    if _needs_host(q, v):
+        out, lse = host_kernels.forward(q.cpu(), k.cpu(), v.cpu(), _to_host(spec))
+        return out.to(q.device), lse.to(q.device)
+    spec = _prepare(spec, q.shape[0])
+    q, k, v = (_dense_features(x) for x in (q, k, v))
+    (rows, heads, d), dv = q.shape, v.shape[2]
+    out = q.new_empty((rows, heads, dv))
+    lse = q.new_empty((rows if spec.softmax else 0, heads), dtype=torch.float32)
+    if out.numel() == 0:
+        return out, lse
+    blocks = config(max(d, dv), q.dtype, is_heavy(spec), is_interpreted()).forward
+    grid = (spec.q_offsets.shape[0], heads, _tiles(spec.max_q, blocks.q))
+    attention_forward[grid](
+        q,
+        k,
+        v,
+        out,
+        lse,
+        *_shared_args(q, k, v, spec),
+        out.stride(0),
+        out.stride(1),
+        *_numbers(spec),
+        **constants(heads, d, dv, spec, blocks, q.dtype),
+        num_warps=blocks.warps,
+        num_stages=blocks.stages,
+    )
+    return out, lse
 
 
 def backward(
@@ -201,21 +147,63 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of q, k, v and, if `bias_grad`, of the bias. `out` and `lse` are those of a softmax, else None."""
     if _needs_host(q, v):
-        on_host = (None if x is None else x.cpu() for x in (dout, q, k, v, out, lse))
-        grads = host_kernels.backward(*on_host, _to_host(spec), bias_grad)
-        dq, dk, dv_, dbias = (None if x is None else x.to(q.device) for x in grads)
-        return dq, dk, dv_, dbias
-    spec = _supported(spec.split_blocks(q.shape[0]))
-    assert out is not None and lse is not None
-    dout, q, k, v, out = (_dense_features(x) for x in (dout, q, k, v, out))
-    lse = lse.contiguous()
-    (rows, heads, d), kv_heads, dv = q.shape, k.shape[1], v.shape[2]
-    dq, dk, dv_ = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    spec = _drop_unused(spec)
-    cfg = config(max(d, dv), q.dtype, is_heavy(spec), is_interpreted())
-    batch = spec.q_offsets.shape[0] - 1
-    scale_log2, threshold, multiplier = _numbers(spec)
-    delta = torch.empty_like(lse)
+        dout_, q_, k_, v_ = (x.cpu() for x in (dout, q, k, v))
+        out_, lse_ = (None if x is None else x.cpu() for x in (out, lse))
+        *grads, bias = host_kernels.backward(dout_, q_, k_, v_, out_, lse_, _to_host(spec), bias_grad)
+        dq, dk, dv = (x.to(q.device) for x in grads)
+        return dq, dk, dv, None if bias is None else bias.to(q.device)
+    spec = _prepare(spec, q.shape[0])
+    dout, q, k, v = (_dense_features(x) for x in (dout, q, k, v))
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    if spec.softmax:
+        assert out is not None and lse is not None
+        lse = lse.contiguous()
+        delta = _delta(_dense_features(out), dout)
+    else:
+        lse = delta = q  # stand-ins: rows do not know of each other
+    cfg = config(max(q.shape[2], v.shape[2]), q.dtype, is_heavy(spec), is_interpreted())
+    inputs = (q, k, v, dout, lse, delta)
+    shared = [
+        *_shared_args(q, k, v, spec),
+        dout.stride(0),
+        dout.stride(1),
+        spec.scale * spec.post_scale,
+        *_numbers(spec),
+    ]
+    if dk.numel() + dv.numel():
+        blocks = cfg.backward_kv
+        attention_backward_kv[spec.q_offsets.shape[0], k.shape[1], _tiles(spec.max_k, blocks.k)](
+            *inputs, dk, dv, *shared, **_options(q, v, spec, blocks)
+        )
+    atomic = bias_grad and not (spec.q_positions is None and spec.k_positions is None)
+    dbias = _empty_dbias(spec) if atomic else None
+    if dq.numel():
+        blocks = cfg.backward_q
+        attention_backward_q[spec.q_offsets.shape[0], q.shape[1], _tiles(spec.max_q, blocks.q)](
+            *inputs,
+            dq,
+            *_table_args(dbias, q)[:5],
+            *shared,
+            ADD_DBIAS=atomic,
+            **_options(q, v, spec, blocks),
+        )
+    if bias_grad and not atomic:
+        dbias = _bias_gradient(inputs, shared, spec, cfg.backward_bias)
+    if dbias is not None:
+        assert spec.bias is not None
+        dbias = dbias.to(spec.bias.dtype)
+    return dq, dk, dv, dbias
+
+
+def _options(q: Tensor, v: Tensor, spec: AttentionSpec, blocks: Blocks) -> dict[str, Any]:
+    fixed = constants(q.shape[1], q.shape[2], v.shape[2], spec, blocks, q.dtype)
+    return {**fixed, "num_warps": blocks.warps, "num_stages": blocks.stages}
+
+
+def _delta(out: Tensor, dout: Tensor) -> Tensor:
+    """rowsum(dO * O), fp32 `[Tq, H]`."""
+    rows, heads, dv = out.shape
+    delta = out.new_empty((rows, heads), dtype=torch.float32)
     if rows and heads:
         attention_delta[(triton.cdiv(rows, 64), heads)](
             out,
@@ -231,57 +219,47 @@ def backward(
             BLOCK_DV=block_of(dv),
             BLOCK_Q=64,
         )
-    shared = (
-        *_pointers(spec, q),
-        rows,
-        k.shape[0],
-        batch,
-        heads,
-        heads // kv_heads,
-        q.stride(0),
-        q.stride(1),
-        k.stride(0),
-        k.stride(1),
-        v.stride(0),
-        v.stride(1),
-        dout.stride(0),
-        dout.stride(1),
-        spec.scale,
-        scale_log2,
-        threshold,
-        multiplier,
-    )
-    if dk.numel() + dv_.numel():
-        blocks = cfg.backward_kv
-        grid = (batch + 1, kv_heads, _tiles(spec.max_k, blocks.k))
-        attention_backward_kv[grid](
-            q,
-            k,
-            v,
-            dout,
-            lse,
-            delta,
-            dk,
-            dv_,
-            *shared,
-            **constants(d, dv, spec, blocks, q.dtype),
-            num_warps=blocks.warps,
-            num_stages=blocks.stages,
+    return delta
+
+
+def _empty_dbias(spec: AttentionSpec) -> Tensor:
+    """fp32 zeros for atomic sums, whose order is nobody's choice."""
+    assert spec.bias is not None
+    if torch.are_deterministic_algorithms_enabled():
+        message = (
+            "attention: the gradient of a bias read at given positions is summed by atomics on the GPU, which has no "
+            "deterministic form; torch.use_deterministic_algorithms(True) forbids it"
         )
-    if dq.numel():
-        blocks = cfg.backward_q
-        grid = (batch + 1, heads, _tiles(spec.max_q, blocks.q))
-        attention_backward_q[grid](
-            q,
-            k,
-            v,
-            dout,
-            lse,
-            delta,
-            dq,
+        if not torch.is_deterministic_algorithms_warn_only_enabled():
+            raise RuntimeError(message)
+        warnings.warn(message, stacklevel=2)
+    return torch.zeros(spec.bias.shape, dtype=torch.float32, device=spec.bias.device)
+
+
+def _bias_gradient(inputs: tuple[Tensor, ...], shared: list[Any], spec: AttentionSpec, blocks: Blocks) -> Tensor:
+    """The gradient where positions are row numbers: fp32, in the shape of the bias, deterministic."""
+    assert spec.bias is not None
+    q, _, v = inputs[:3]
+    own_batch, own_heads, rows, cols = spec.bias.shape
+    batch = spec.q_offsets.shape[0] - 1
+    q_tiles, k_tiles = triton.cdiv(rows, blocks.q), triton.cdiv(cols, blocks.k)
+    tiles = q_tiles * k_tiles
+    if own_batch == 1:
+        parts = max(1, min(batch, WANTED_PROGRAMS // max(1, tiles * own_heads)))
+    else:
+        parts = own_batch
+    dbias = torch.empty((parts, own_heads, rows, cols), dtype=torch.float32, device=q.device)
+    if dbias.numel():
+        attention_backward_bias[parts * tiles, own_heads](
+            *inputs,
+            dbias,
+            tiles,
+            k_tiles,
+            parts,
             *shared,
-            **constants(d, dv, spec, blocks, q.dtype),
-            num_warps=blocks.warps,
-            num_stages=blocks.stages,
+            ONE_ROW=rows == 1,
+            ONE_COL=cols == 1,
+            ALL_HEADS=own_heads == 1,
+            **_options(q, v, spec, blocks),
         )
-    return dq, dk, dv_, None
+    return dbias if own_batch == parts else dbias.sum(0, keepdim=True)

@@ -14,10 +14,11 @@ from typing import Any
 
 from gemopt.testing.programs import choices
 from gemopt.testing.programs.compose import compose
+from gemopt.testing.programs.misses import compose_miss
 from gemopt.testing.programs.program import Program
 from gemopt.testing.programs.runner import Outcome, run
 
-__all__ = ["Outcome", "Program", "positive", "run", "sample"]
+__all__ = ["Outcome", "Program", "near_misses", "positive", "run", "sample", "sample_near_miss"]
 
 
 def sample(seed: int, fixed: Mapping[str, str] | None = None) -> Program:
@@ -30,3 +31,15 @@ def positive(fixed: Mapping[str, str] | None = None) -> Any:
     from hypothesis import strategies as st
 
     return st.composite(lambda draw: compose(choices.hypothesis(draw, fixed)))()
+
+
+def sample_near_miss(seed: int, fixed: Mapping[str, str] | None = None) -> Program:
+    """The near miss of a seed."""
+    return compose_miss(choices.seeded(seed, fixed))
+
+
+def near_misses(fixed: Mapping[str, str] | None = None) -> Any:
+    """A Hypothesis strategy of near misses: whatever is done with them, they equal eager."""
+    from hypothesis import strategies as st
+
+    return st.composite(lambda draw: compose_miss(choices.hypothesis(draw, fixed)))()

@@ -242,9 +242,7 @@ def activation_attention(d: Draft, c: Choices, h: Heads, layout: str, q: Side, k
     place = c.pick("act_mask", {"mul": 4, "fill": 2, "where": 1} | ({"before_zero": 1} if at_zero else {})
                    | ({"before_inf": 1} if at_inf else {})) if parts else "none"  # fmt: skip
     if place.startswith("before"):
-        d.block.append(
-            f"{s} = {s}.masked_fill(~({allowed}), {'0.0' if place == 'before_zero' else 'float(' + chr(34) + '-inf' + chr(34) + ')'})"
-        )
+        d.block.append(f"{s} = {s}.masked_fill(~({allowed}), {'0.0' if place == 'before_zero' else '-math.inf'})")
     _, text = sc.activation(d, c, s)
     w = d.fresh("weights")
     d.block.append(f"{w} = {text}")
@@ -340,7 +338,9 @@ def module_attention(d: Draft, c: Choices, dim: int, q: Side, k: Side, kind: str
     return ""
 
 
-def module_masks(d: Draft, c: Choices, q: Side, k: Side, kind: str, names: tuple[str, str] = ("key_padding_mask", "attn_mask")) -> list[str]:  # fmt: skip
+def module_masks(
+    d: Draft, c: Choices, q: Side, k: Side, kind: str, names: tuple[str, str] = ("key_padding_mask", "attn_mask")
+) -> list[str]:
     """Arguments of the masks of a module of torch.nn."""
     arguments = []
     float_masks = c.chance("float_module_masks", 4)

@@ -36,6 +36,10 @@ class Choices:
         self.axes[axis] = chosen
         return chosen
 
+    def fix(self, decisions: Mapping[str, str]) -> None:
+        """Take decisions beforehand, as ``fixed`` does."""
+        self._fixed.update(decisions)
+
     def spell(self, axis: str, *spellings: str) -> str:
         """One of several spellings of the same thing, each equally likely; the axis keeps its number."""
         number = self.pick(axis, [str(i) for i in range(len(spellings))])

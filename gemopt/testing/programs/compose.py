@@ -22,7 +22,7 @@ def compose(c: Choices, d: Draft | None = None) -> Program:
     """A program from the decisions of ``c``; ``d`` may bring hooks."""
     d = d or Draft()
     family = c.pick("family", FAMILIES)
-    dim = int(c.pick("dim", {"8": 3, "12": 1}))
+    dim = int(c.pick("dim", {"8": 6, "12": 2, "16": 1}))
     precision = c.pick("precision", PRECISIONS)
     after, layers, sites, t = _FAMILIES.get(family, _self)(d, c, dim, family)
     if precision == "autocast_inside":
@@ -34,7 +34,7 @@ def compose(c: Choices, d: Draft | None = None) -> Program:
         length = 8
     d.settings["max_len"] = length
     return Program(
-        source=d.text(layers, t.x, after),
+        source=d.text(layers, t.x, _end(d, t) or after),
         axes=dict(c.axes),
         sites=sites,
         max_len=length,
@@ -46,6 +46,11 @@ def compose(c: Choices, d: Draft | None = None) -> Program:
         autocast=torch.bfloat16 if precision == "autocast_around" else None,
         dtype=torch.bfloat16 if precision == "bf16" else torch.float32,
     )
+
+
+def _end(d: Draft, t: Tokens) -> list[str]:
+    """The end that a near miss asks for."""
+    return [line.replace("{m}", t.valid) for line in d.settings.get("end", [])]
 
 
 def _autocast(d: Draft) -> bool:
@@ -69,6 +74,7 @@ def _open(d: Draft, c: Choices, dim: int) -> str:
         d.block_init.append(f"self.norm = nn.LayerNorm({dim})")
     elif norm == "rms":
         d.block_init.append(f"self.norm = nn.RMSNorm({dim})")
+    d.at("open")
     d.block.append("h = self.norm(x)" if norm in ("pre", "rms") else "h = x")
     d.settings["start"] = len(d.block)
     return "h"
@@ -76,6 +82,7 @@ def _open(d: Draft, c: Choices, dim: int) -> str:
 
 def _close(d: Draft, c: Choices, dim: int) -> None:
     """Residual, norm after, feed-forward."""
+    d.at("close")
     d.block.append(c.spell("residual", "x = x + out", "x = out + x", "x = out"))
     if c.axes["norm"] == "post":
         d.block.append("x = self.norm(x)")
@@ -103,6 +110,8 @@ def _parts(d: Draft, c: Choices, q: Tokens, k: Tokens, kind: str, structured: st
     if kind == "both":
         parts.append(Part(d.passing(q.valid), f"{lead}q"))
     parts += b.structure(d, c, structured, q.size, k.size, "x.device")
+    if d.settings.get("unmasked"):
+        return []
     return parts if c.pick("part_order", ["padding_first", "structure_first"]) == "padding_first" else parts[::-1]
 
 
@@ -326,7 +335,8 @@ def _target(d: Draft, c: Choices, dim: int, family: str) -> tuple[list[str], int
     d.block.append("B, L = x.shape[:2]")
     if way == "din":
         d.block_init.append(
-            f"self.net = nn.Sequential(nn.Linear({4 * dim}, 8), nn.{c.spell('din_act', 'PReLU', 'Sigmoid', 'ReLU')}(), nn.Linear(8, 1))"
+            f"self.net = nn.Sequential(nn.Linear({4 * dim}, 8), "
+            f"{c.spell('din_act', 'nn.PReLU()', 'nn.Sigmoid()', 'nn.ReLU()')}, nn.Linear(8, 1))"
         )
         d.block += [
             "t = wanted_item.unsqueeze(1).expand(-1, L, -1)",
@@ -360,5 +370,12 @@ def _target(d: Draft, c: Choices, dim: int, family: str) -> tuple[list[str], int
     return ["return self.head(torch.cat([x, wanted_item], dim=-1))"], 1, 0, t
 
 
-_FAMILIES = {"several": _several, "reshaped": _reshaped, "cross": _cross, "cross_activation": _cross, "pffn": _pffn, "pma": _pma,
-             "target": _target}  # fmt: skip
+_FAMILIES = {
+    "several": _several,
+    "reshaped": _reshaped,
+    "cross": _cross,
+    "cross_activation": _cross,
+    "pffn": _pffn,
+    "pma": _pma,
+    "target": _target,
+}

@@ -76,8 +76,13 @@ def _pool(d: Draft, c: Choices, t: Tokens, kind: str) -> list[str]:
         if kind == "sum":
             return [f"pooled = {total}"]
         n = counts(d, c, t)
-        return [f"pooled = {total} / " + c.spell("mean_divisor", f"{n}.clamp(min=1).unsqueeze(-1)", f"({n}[..., None] + 1e-6)",
-                                                  f"{m}.sum(-1, keepdim=True).clamp(min=1)")]  # fmt: skip
+        divisor = c.spell(
+            "mean_divisor",
+            f"{n}.clamp(min=1).unsqueeze(-1)",
+            f"({n}[..., None] + 1e-6)",
+            f"{m}.sum(-1, keepdim=True).clamp(min=1)",
+        )
+        return [f"pooled = {total} / {divisor}"]
     if kind == "max":
         fill = c.spell("max_fill", "-1e9", 'float("-inf")', "torch.finfo(x.dtype).min")
         return [f"pooled = x.masked_fill(~{wide}, {fill})." + c.spell("max", "max(dim=-2).values", "amax(-2)", "max(-2)[0]")]

@@ -36,6 +36,9 @@ def structure(d: Draft, c: Choices, kind: str, lq: str, lk: str, device: str) ->
     if kind == "documents":
         d.block.append(f"{name} = {d.passing('docs')}[:, :, None] == docs[:, None, :]")
         return [Part(name, "bqk")]
+    if kind == "causal" and "offset" in d.settings:
+        d.block.append(f"{name} = {_wrong_causal(d.settings['offset'], i, j)}")
+        return [Part(name, "qk")]
     if kind == "causal":
         if c.chance("cached_tril", 4):
             d.block_init.append(f'self.register_buffer("tril", torch.ones({CACHED}, {CACHED}).tril(){_bool(c)})')
@@ -89,6 +92,13 @@ def structure(d: Draft, c: Choices, kind: str, lq: str, lk: str, device: str) ->
         raise ValueError(f"kind: got {kind!r}; allowed: {', '.join(STRUCTURES)}")
     d.block.append(f"{name} = {text}")
     return [Part(name, "qk")]
+
+
+def _wrong_causal(offset: str, i: str, j: str) -> str:
+    """Causality as near misses have it; every query sees the first key or the last."""
+    if offset == "flipped":
+        return f"{j} >= {i}"
+    return f"~({j} < {i})" if offset == "not" else f"({j} <= {i} + {offset}) | ({j} == 0)"
 
 
 def _bool(c: Choices) -> str:

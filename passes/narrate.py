@@ -43,7 +43,7 @@ def report_misses(report: Any, misses: Sequence[Miss]) -> None:
 def report_sites(report: Any, captured: Captured, layout: Layout) -> None:
     """Sites that are recognised but stay as they are."""
     for site in layout.sites.values():
-        if site.out in layout.packed:
+        if layout.attended(site.out):
             continue
         reason = layout.refused.get(site.out, "packing this attention would not pay")
         blame = holding_output(captured, layout.live, site) if reason.startswith("every row") else ""
@@ -80,14 +80,16 @@ def report_plan(report: Any, captured: Captured, layout: Layout, plan: Plan, ver
     for s in plan.sets:
         report.row_set(s.name, str(s))
     assumptions = tuple(b.text for b in plan.bits)
-    for site in (s for o, s in layout.sites.items() if o in layout.packed):
-        notes = [*assumptions, "rows without a visible key give 0 and no gradient"]
+    for site in (s for o, s in layout.sites.items() if layout.attended(o)):
+        sides = layout.sides[site.out]
+        kernel = "jagged_attention" if site.score == "softmax" else f"gdpa({site.score})"
+        notes = [*assumptions, *(["rows without a visible key give 0 and no gradient"] if site.score == "softmax" else [])]
         if site.fill > -float("inf"):
             notes.append(f"scores stay above {site.fill:g} + 104, so that masked keys get no weight")
         report.rewrite(
-            site=site.out.name, rule="unpad attention", kernel="jagged_attention", source=source_of(site.out),
+            site=site.out.name, rule="unpad attention", kernel=kernel, source=source_of(site.out),
             before=f"{site.spelling} on {list(map(str, shape_of(site.out)))}",
-            after=f"jagged_attention: queries where {layout.rows[site.out].set}, keys where {layout.key_rows[site.out].set}",
+            after=f"{kernel}: queries where {sides.queries.set}, keys where {sides.keys.set}",
             assumptions=tuple(notes), exactness="rounding" if not site.dropout else "distribution",
             reason="the other rows reach no output", verified=verified,
         )  # fmt: skip

@@ -97,7 +97,7 @@ def draft(
         return Draft(live, layout, None)
     emitter = Emitter(gm, layout, regions(gm))
     packed = emitter.run()
-    pairs = [(layout.rows[o].set, layout.key_rows[o].set) for o in layout.sites if o in layout.packed]
+    pairs = [(s.queries.set, s.keys.set) for o, s in layout.sides.items() if layout.attended(o)]
     plan = Plan(packed, gm, emitter.extras, live.assumptions, known.values, fake_mode, _cost_rule(layout), pairs)
     return Draft(live, layout, plan)
 
@@ -153,7 +153,7 @@ def _failing_sites(captured: Captured, made: Draft, report: Any) -> list[Site]:
     """Sites whose rewrite, alone, does not equal the matched subgraph on generated inputs."""
     bad = []
     for out, site in made.layout.sites.items():
-        if out not in made.layout.packed or site.dropout:
+        if not made.layout.attended(out) or site.dropout:
             continue
         part = matched_part(captured, site, made.live.need(out), made.live.known)
         known = Analysis(part.graph)

@@ -1,18 +1,23 @@
 """The semantic attention record: what a piece of graph computes, whatever it was spelled with.
 
-    out = dropout(softmax(scale * Q K^T + [0 where mask else -inf])) V
+    out = post_scale * factors * dropout(score(scale * Q K^T + biases, where mask)) V
 
-Everything is expressed over the *score slots*: the slots of the softmax, of which ``query`` and ``key`` are the two token
-axes and the others are batch axes (samples, heads). `Site.mask` is a predicate over them; `Site.parts` sorts its conjuncts
-into a key mask, a query mask and a band ``-left <= key - query <= right``.
+``score`` is a softmax over the keys that the mask allows, or an activation times the mask. Everything is expressed over the
+*score slots*: the slots of the weights, of which ``query`` and ``key`` are the token axes and the others are batch axes
+(samples, heads). An operand need not have every batch axis: a key head may serve several query heads, and learned queries
+serve every sample. `Site.mask` is a predicate over the score slots; `Site.parts` sorts its conjuncts into a key mask, a
+query mask, a band ``-left <= key - query <= right``, and a rest that only a dense mask can express.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import sympy
 import torch
-from torch import fx
+import torch.nn.functional as F
+from torch import Tensor, fx
 
 from gemopt.graph import terms as t
 from gemopt.graph.slots import Exprs
@@ -20,6 +25,23 @@ from gemopt.graph.terms import Term
 
 # exp() of anything 104 below the row maximum is 0 in fp32, so a finite fill acts as -inf while scores stay this far above.
 EXP_UNDERFLOW = 104.0
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "identity": lambda x: x,
+    "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
+    "leaky_relu": F.leaky_relu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+    "hardswish": F.hardswish,
+    "sigmoid": torch.sigmoid,
+}
+
+
+def activate(name: str, scores: Tensor) -> Tensor:
+    """The activation of a score function that is not a softmax, as torch computes it."""
+    return _ACTIVATIONS[name](scores)
 
 
 @dataclass(frozen=True)
@@ -33,20 +55,41 @@ class Band:
     def causal(self) -> bool:
         return self.right == 0
 
+    @property
+    def unbounded(self) -> bool:
+        return self.left is None and self.right is None
+
 
 @dataclass(frozen=True)
 class MaskParts:
-    """The conjuncts of a mask by the token axes they speak of."""
+    """The conjuncts of a mask by the token axes they speak of; ``rest`` is what none of the others can say."""
 
     key: Term
     query: Term
     band: Band
-    unknown: Term | None = None
+    rest: Term = t.TRUE
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A tensor that joins the scores or the weights, with its slots over the score slots.
+
+    As a bias it is multiplied by ``coefficient`` and added to the scaled scores. As a factor it multiplies (or, with
+    ``divide``, divides) the weights and has no key axis.
+    """
+
+    node: fx.Node
+    exprs: Exprs
+    coefficient: float = 1.0
+    divide: bool = False
 
 
 @dataclass(frozen=True)
 class Site:
-    """One softmax attention. ``*_exprs`` give operand slots over score slots (None: the contracted feature axis)."""
+    """One attention. ``*_exprs`` give operand slots over score slots (None: the contracted feature axis).
+
+    ``query`` is None where every sequence has a single query. ``q_factors`` scale the queries before the product.
+    """
 
     out: fx.Node
     q: fx.Node
@@ -56,7 +99,7 @@ class Site:
     k_exprs: Exprs
     v_exprs: Exprs
     out_slots: tuple[int | None, ...]  # score slot of each slot of ``out``; None: a value feature
-    query: int
+    query: int | None
     key: int
     mask: Term
     scale: float
@@ -65,6 +108,13 @@ class Site:
     spelling: str
     score_dtype: torch.dtype
     interior: tuple[fx.Node, ...] = field(default=())
+    sizes: tuple[sympy.Expr, ...] = ()  # of the score slots
+    widths: sympy.Expr = sympy.S.Zero  # Dqk + Dv
+    score: str = "softmax"
+    post_scale: float = 1.0
+    biases: tuple[Joined, ...] = ()
+    factors: tuple[Joined, ...] = ()
+    q_factors: tuple[Joined, ...] = ()
 
     @property
     def batch(self) -> frozenset[int]:
@@ -74,10 +124,38 @@ class Site:
     def parts(self) -> MaskParts:
         return split_mask(self.mask, self.query, self.key)
 
+    @property
+    def joined(self) -> tuple[Joined, ...]:
+        return (*self.biases, *self.factors, *self.q_factors)
 
-def split_mask(mask: Term, query: int, key: int) -> MaskParts:
+
+def score_slots(exprs: Exprs) -> dict[int, int]:
+    """Score slot -> operand slot, where an operand slot is one score slot."""
+    return {e.args[0]: i for i, e in enumerate(exprs) if e is not None and e.op == "slot"}
+
+
+def atoms(expr: Term, sizes: Sequence[sympy.Expr]) -> list[int] | None:
+    """The score slots that an operand slot consists of, row-major: one, or several where the scores split it (query heads
+    into key heads and their share); None for any other term."""
+    if expr.op == "slot":
+        return [expr.args[0]]
+    coefficients, c = t.as_linear(expr)
+    if c != 0 or not coefficients or any(x.op != "slot" for x in coefficients):
+        return [] if t.constant_value(expr) == 0 else None
+    ordered = sorted(coefficients.items(), key=lambda item: -item[1])
+    slots = [x.args[0] for x, _ in ordered]
+    stride: sympy.Expr = sympy.Integer(1)
+    for s, (_, k) in zip(reversed(slots), reversed(ordered), strict=True):
+        if stride != k:
+            return None
+        stride = stride * sizes[s]
+    return slots
+
+
+def split_mask(mask: Term, query: int | None, key: int) -> MaskParts:
     keys: list[Term] = []
     queries: list[Term] = []
+    rest: list[Term] = []
     left: int | None = None
     right: int | None = None
     for part in t.conjuncts(mask):
@@ -86,15 +164,17 @@ def split_mask(mask: Term, query: int, key: int) -> MaskParts:
         elif key not in part.slots:
             queries.append(part)
         else:
+            assert query is not None
             bound = _band(part, query, key)
             if bound is None:
-                return MaskParts(t.TRUE, t.TRUE, Band(), part)
+                rest.append(part)
+                continue
             side, width = bound
             if side == "right":
                 right = width if right is None else min(right, width)
             else:
                 left = width if left is None else min(left, width)
-    return MaskParts(t.and_(*keys), t.and_(*queries), Band(left, right))
+    return MaskParts(t.and_(*keys), t.and_(*queries), Band(left, right), t.and_(*rest))
 
 
 def _band(part: Term, query: int, key: int) -> tuple[str, int] | None:

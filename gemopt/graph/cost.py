@@ -16,7 +16,7 @@ from torch import fx
 
 from gemopt.graph.attention import Site
 from gemopt.graph.facts import Analysis
-from gemopt.graph.layout import Layout
+from gemopt.graph.layout import Layout, Sides
 from gemopt.graph.rowsets import Rows, RowSet
 from gemopt.graph.slots import Info, is_tensor
 
@@ -74,30 +74,34 @@ def moved(node: fx.Node, known: Analysis, rows: Rows | None = None) -> sympy.Exp
     return total
 
 
-def attention_flops(site: Site, rows: Rows, keys: Rows, known: Analysis) -> sympy.Expr:
-    info = known.info(site.out)
-    heads_and_values = sympy.prod([s for i, s in enumerate(info.sizes) if i not in rows.slots])
-    q_info = known.info(site.q)
-    q_slots = {e.args[0] for e in site.q_exprs if e is not None} & {site.out_slots[s] for s in rows.slots}
-    heads_and_features = sympy.prod(
-        [s for e, s in zip(site.q_exprs, q_info.sizes, strict=True) if e is None or e.args[0] not in q_slots]
-    )
-    pairs = symbol(pairs_name(rows.set, keys.set))
-    if site.parts.band.causal and rows.set is keys.set:
-        pairs = (pairs + symbol(rows.set.name)) / 2
-    return 2 * pairs * (heads_and_values + heads_and_features)
+def attention_flops(site: Site, sides: Sides) -> sympy.Expr:
+    """2 * pairs * heads * (Dqk + Dv), pairs counted by sequence."""
+    tokens = {a for a in (*sides.queries.axes, site.key) if a is not None}
+    heads = sympy.prod([n for s, n in enumerate(site.sizes) if s not in tokens])
+    return 2 * pairs(site, sides) * heads * site.widths
+
+
+def pairs(site: Site, sides: Sides) -> sympy.Expr:
+    """Query-key pairs over all sequences; half of them, with the diagonal, under a causal mask of one row set."""
+    q, k = sides.queries.set, sides.keys.set
+    if q.full:
+        return q.sizes[-1] * symbol(k.name)
+    if k.full:
+        return k.sizes[-1] * symbol(q.name)
+    count = symbol(pairs_name(q, k))
+    return (count + symbol(q.name)) / 2 if site.parts.band.causal and q is k else count
 
 
 def totals(graph: fx.Graph, layout: Layout, training: bool) -> dict[str, sympy.Expr]:
     """Formulas for ``GraphReport.set_cost``: one step, forward and (if training) backward."""
     known = layout.known
-    replaced = {n for o, s in layout.sites.items() if o in layout.packed for n in (*s.interior, o)}
+    replaced = {n for o, s in layout.sites.items() if layout.attended(o) for n in (*s.interior, o)}
     nodes = [n for n in graph.nodes if n.op == "call_function" and is_tensor(n)]
     after_flops, after_bytes = sympy.Integer(0), sympy.Integer(0)
     for node in nodes:
         site = layout.sites.get(node)
-        if node in layout.packed and site is not None:
-            after_flops += attention_flops(site, layout.rows[node], layout.key_rows[node], known)
+        if site is not None and layout.attended(node):
+            after_flops += attention_flops(site, layout.sides[node])
             after_bytes += _site_bytes(site, layout)
         elif node not in replaced:
             rows = layout.rows.get(node) if node in layout.packed else None
@@ -113,11 +117,17 @@ def totals(graph: fx.Graph, layout: Layout, training: bool) -> dict[str, sympy.E
 
 
 def _site_bytes(site: Site, layout: Layout) -> sympy.Expr:
-    rows, keys = layout.rows[site.out], layout.key_rows[site.out]
-    known, size = layout.known, site.out.meta["val"].element_size()
-    total = elements(known.info(site.out), rows) * size
-    for x, s in ((site.q, rows.set), (site.k, keys.set), (site.v, keys.set)):
-        total += symbol(s.name) * _rest(known.info(x), s) * size
+    sides, known = layout.sides[site.out], layout.known
+    size = site.out.meta["val"].element_size()
+    total = sympy.Integer(0)
+    for x, s in (
+        (site.out, sides.queries.set),
+        (site.q, sides.queries.set),
+        (site.k, sides.keys.set),
+        (site.v, sides.keys.set),
+    ):
+        rows = sympy.prod(s.sizes) if s.full else symbol(s.name)
+        total += rows * _rest(known.info(x), s) * size
     return total
 
 
@@ -137,10 +147,10 @@ def _sum(parts: Iterable[sympy.Expr]) -> sympy.Expr:
 def meanings(layout: Layout) -> dict[str, str]:
     """What the symbols of the formulas stand for, sizes of the padded graph excepted."""
     found: dict[str, str] = {}
-    for node in layout.packed:
-        found[layout.rows[node].set.name] = f"rows where {layout.rows[node].set}"
-        if node in layout.key_rows:
-            q, k = layout.rows[node].set, layout.key_rows[node].set
-            found[k.name] = f"rows where {k}"
+    sets = {layout.rows[n].set for n in layout.packed}
+    for out, sides in layout.sides.items():
+        if layout.attended(out):
+            q, k = sides.queries.set, sides.keys.set
+            sets |= {q, k}
             found[pairs_name(q, k)] = f"sum over sequences of {q.name} times {k.name}"
-    return found
+    return {s.name: f"rows where {s}" for s in sets if not s.full} | found

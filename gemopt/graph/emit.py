@@ -23,7 +23,7 @@ from torch import fx
 
 from gemopt import ops
 from gemopt.graph import terms as t
-from gemopt.graph.attention import Site
+from gemopt.graph.attend import attend
 from gemopt.graph.extras import Extras
 from gemopt.graph.layout import Layout, reads_all
 from gemopt.graph.prologue import Sizes, copy_inputs
@@ -63,6 +63,8 @@ class Emitter:
                 self._output(node)
             elif node in self.layout.packed:
                 self.phys[node] = self._packed(node)
+            elif self.layout.attended(node):
+                self.env[node] = attend(self, self.layout.sites[node])
             else:
                 absorbed = absorb(self, node)
                 self.env[node] = absorbed if absorbed is not None else self._copy(node)
@@ -249,9 +251,8 @@ class Emitter:
     # ------------------------------------------------------------ packed forms
 
     def _packed(self, node: fx.Node) -> fx.Node:
-        site = self.layout.sites.get(node)
-        if site is not None:
-            return self._attention(site)
+        if node in self.layout.sites:
+            return attend(self, self.layout.sites[node])
         info, rows = self.known.info(node), self.layout.rows[node]
         form: Callable[[fx.Node, Info, Rows], fx.Node] = getattr(self, f"_packed_{info.kind}")
         return form(node, info, rows)
@@ -396,103 +397,6 @@ class Emitter:
         plain = plain_slots(info.accesses[0])
         out = token_loss(self, node, Rows(rows.set, tuple(plain[s] for s in rows.slots)))
         assert out is not None  # `Layout` packs only losses whose rows are exactly the row axes
-        return out
-
-    # ------------------------------------------------------------ attention
-
-    def _attention(self, site: Site) -> fx.Node:
-        rows, keys = self.layout.rows[site.out], self.layout.key_rows[site.out]
-        heads = self._heads(site, rows)
-        q_slots = self._operand_slots(site.q_exprs, [site.out_slots[s] for s in rows.slots])
-        q = self._operand(site.q, site.q_exprs, q_slots, rows.set, heads)
-        k = self._operand(site.k, site.k_exprs, keys.slots, keys.set, heads)
-        v_axes = [site.k_exprs[s].args[0] for s in keys.slots]  # type: ignore[union-attr]
-        v = self._operand(site.v, site.v_exprs, self._operand_slots(site.v_exprs, v_axes), keys.set, heads)
-        q, k, v = (self._cast(x, o, site) for x, o in ((q, site.q), (k, site.k), (v, site.v)))
-        out = self.call(ops.jagged_attention, q, k, v, *self._attention_sizes(rows, keys), **self._options(site, rows, keys))
-        value = site.out.meta["val"].dtype
-        if value != self._compute_dtype(site):
-            out = self.call(aten._to_copy.default, out, dtype=value)
-        return self._attention_result(site, out, rows, heads)
-
-    def _attention_sizes(self, rows: Rows, keys: Rows) -> list[Any]:
-        return [
-            self.extras.offsets(rows.set), self.extras.offsets(keys.set),
-            self.sizes[rows.set.sizes[-1]], self.sizes[keys.set.sizes[-1]],
-        ]  # fmt: skip
-
-    def _options(self, site: Site, rows: Rows, keys: Rows) -> dict[str, Any]:
-        band = site.parts.band
-        options: dict[str, Any] = {"scale": site.scale}
-        if band.causal:
-            options["causal"] = True
-        left = -1 if band.left is None else band.left
-        right = -1 if band.right is None or band.causal else band.right
-        if (left, right) != (-1, -1):
-            options["window"] = (left, right)
-        banded = band.causal or "window" in options
-        if banded and (rows.set is not keys.set or "window" in options):
-            options["q_positions"] = self.extras.axis(rows.set, rows.set.token)
-            options["k_positions"] = self.extras.axis(keys.set, keys.set.token)
-        if site.dropout:
-            options["dropout_p"] = site.dropout
-            device = site.out.meta["val"].device
-            options["seed"] = self.call(aten.randint.low, 0, 2**62, [1], dtype=torch.int64, device=device)
-        return options
-
-    def _heads(self, site: Site, rows: Rows) -> list[int]:
-        sequence = {site.out_slots[s] for s in rows.slots}
-        return sorted(s for s in site.batch if s not in sequence)
-
-    def _operand_slots(self, exprs: Sequence[Term | None], axes: Sequence[int | None]) -> tuple[int, ...]:
-        own = {e.args[0]: i for i, e in enumerate(exprs) if e is not None}
-        return tuple(own[a] for a in axes if a is not None)
-
-    def _operand(
-        self, x: fx.Node, exprs: Sequence[Term | None], slots: tuple[int, ...], s: RowSet, heads: list[int]
-    ) -> fx.Node:
-        """``[T, H, D]`` of an operand: heads in the order of the score slots, then the feature axis."""
-        info = self.known.info(x)
-        tensor = self.rows_of(x, slots, s)
-        units = kept_units(info, slots)
-        order: list[Unit] = [self._operand_slots(exprs, [h])[0] for h in heads]
-        order += [u for u in units if isinstance(u, int) and u not in order]
-        order += [u for u in units if isinstance(u, tuple)]
-        if units != order:
-            tensor = self.reshape(tensor, [-1, *[self._unit_size(u, info) for u in units]])
-            tensor = self.call(aten.permute.default, tensor, [0, *[1 + units.index(u) for u in order]])
-        head_count = self.sizes[sympy.prod([info.sizes[u] for u in order[: len(heads)] if isinstance(u, int)])]
-        width = self.sizes[sympy.prod([info.sizes[u] for u in order[len(heads) :] if isinstance(u, int)])]
-        if units == order and len(heads) == 1 and len(units) == 2 and len(kept_dims(info, slots)) == 2:
-            return tensor
-        return self.reshape(tensor, [-1, head_count, width])
-
-    def _compute_dtype(self, site: Site) -> torch.dtype:
-        """What the products run in: eager's score dtype (autocast lowers it), never less than the operands agree on."""
-        return site.score_dtype
-
-    def _cast(self, x: fx.Node, operand: fx.Node, site: Site) -> fx.Node:
-        wanted = self._compute_dtype(site)
-        if operand.meta["val"].dtype == wanted:
-            return x
-        return self.call(aten._to_copy.default, x, dtype=wanted)
-
-    def _attention_result(self, site: Site, out: fx.Node, rows: Rows, heads: list[int]) -> fx.Node:
-        """``[T, H, Dv]`` in the order of the original's remaining dims."""
-        info = self.known.info(site.out)
-        slot_of = {s: j for j, s in enumerate(site.out_slots) if s is not None}
-        features = [j for j, s in enumerate(site.out_slots) if s is None]
-        have: list[Unit] = [*(slot_of[h] for h in heads), *features]
-        want = kept_units(info, rows.slots)
-        if have == want and len(have) == 2 and len(kept_dims(info, rows.slots)) == 2:
-            return out
-        out = self.reshape(out, [-1, *[self._unit_size(u, info) for u in have]])
-        ones = [u for u in want if u not in have]
-        order = [have.index(u) for u in want if u in have]
-        if order != list(range(len(order))):
-            out = self.call(aten.permute.default, out, [0, *[1 + i for i in order]])
-        if ones or len(want) != len(kept_dims(info, rows.slots)):
-            out = self.reshape(out, [-1, *self._kept_sizes(info, rows.slots)])
         return out
 
 

@@ -151,7 +151,7 @@ def _mul(node: fx.Node, known: Analysis) -> Fact | None:
     for position, access in enumerate(known.operands(node)):
         value = known.values.through(access)
         fact = _renamed(access, known)
-        if not all(map(math.isfinite, _constants(value, fact))):
+        if not all(map(math.isfinite, constants(value, fact))):
             return None  # inf * 0 is NaN
         if value is not None and node.args[position] is access.operand:
             zeros.append(t.not_(t.truth(value)))
@@ -174,7 +174,7 @@ def _add(node: fx.Node, known: Analysis) -> Fact | None:
     infinite, opposite = [], False
     for sign, access, fact in zip(signs, operands, facts, strict=True):
         value = known.values.through(access)
-        opposite |= sign * math.inf in _constants(value, fact)
+        opposite |= sign * math.inf in constants(value, fact)
         if value is not None and sign == 1:
             infinite.append(minus_infinity(value))
     if t.or_(*infinite) != t.FALSE:
@@ -185,14 +185,14 @@ def _add(node: fx.Node, known: Analysis) -> Fact | None:
     return Fact(a.value + signs[1] * b.value, t.and_(a.where, b.where))
 
 
-def _constants(value: Term | None, fact: Fact | None) -> set[float]:
+def constants(value: Term | None, fact: Fact | None = None) -> set[float]:
     """The constants that a tensor is known to hold somewhere."""
     found = {fact.value} if fact is not None else set()
     if value is None:
         return found
     if value.op in ("where", "add") and not t.is_predicate(value):
         branches = value.args[1:] if value.op == "where" else value.args
-        return found.union(*(_constants(a, None) for a in branches))
+        return found.union(*(constants(a) for a in branches))
     number = t.constant_value(value)
     return found if number is None else found | {float(number)}
 

@@ -14,7 +14,7 @@ from typing import Any
 from torch import fx
 
 from gemopt.graph import terms as t
-from gemopt.graph.attention import Site
+from gemopt.graph.attention import Site, score_slots
 from gemopt.graph.facts import Analysis
 from gemopt.graph.slots import backward, forward, is_tensor, nodes_in
 from gemopt.graph.terms import Term
@@ -40,7 +40,7 @@ def _candidates(graph: fx.Graph, known: Analysis, sites: Sequence[Site]) -> dict
     masks: dict[fx.Node, set[Term]] = defaultdict(set)
     by_out = {s.out: s for s in sites}
     for site in sites:
-        slot_of = {e.args[0]: t.slot(i) for i, e in enumerate(site.k_exprs) if e is not None}
+        slot_of = {s: t.slot(i) for s, i in score_slots(site.k_exprs).items()}
         mask = site.parts.key
         if len(mask.slots) >= 2 and mask.slots <= set(slot_of):
             masks[site.k].add(t.substitute(mask, slot_of))
@@ -71,7 +71,7 @@ def _through(site: Site, masks: Mapping[fx.Node, set[Term]]) -> set[Term]:
     slot_of = {s: j for j, s in enumerate(site.out_slots) if s is not None}
     found: set[Term] = set()
     for mask in masks.get(site.q, ()):
-        moved = {i: t.slot(slot_of[e.args[0]]) for i, e in enumerate(site.q_exprs) if e is not None and e.args[0] in slot_of}
+        moved = {i: t.slot(slot_of[s]) for s, i in score_slots(site.q_exprs).items() if s in slot_of}
         if mask.slots <= set(moved):
             found.add(t.substitute(mask, moved))
     return found

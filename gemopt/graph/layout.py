@@ -20,17 +20,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import networkx as nx
 import sympy
 from torch import fx
 
 from gemopt.graph import terms as t
-from gemopt.graph.attention import Site
-from gemopt.graph.live import Live
+from gemopt.graph.attention import Site, score_slots
+from gemopt.graph.live import Live, is_point
 from gemopt.graph.prologue import writable
-from gemopt.graph.rowsets import Rows, RowSets
+from gemopt.graph.rowsets import Rows, RowSet, RowSets
 from gemopt.graph.slots import Access, Info, argument, op_name, shape_of
+from gemopt.graph.terms import Term
 from gemopt.graph.units import plain_slots
 
 _FILL = 0.5
@@ -43,6 +45,23 @@ _ROW_KINDS = frozenset(
 )
 
 
+@dataclass(frozen=True)
+class Side:
+    """Queries or keys of an attention: a row set, and the score slot of each of its axes (None: a single token)."""
+
+    set: RowSet
+    axes: tuple[int | None, ...]
+
+
+@dataclass(frozen=True)
+class Sides:
+    """Both sides, grouped into the same sequences. ``dense`` is what of the mask the row sets and the band do not say."""
+
+    queries: Side
+    keys: Side
+    dense: Term = t.TRUE
+
+
 class Layout:
     """Row sets of packable nodes, and the nodes that the cut decides to pack."""
 
@@ -50,7 +69,7 @@ class Layout:
         self.live, self.known = live, live.known
         self.sets = RowSets()
         self.rows: dict[fx.Node, Rows] = {}
-        self.key_rows: dict[fx.Node, Rows] = {}
+        self.sides: dict[fx.Node, Sides] = {}
         self.sites = {s.out: s for s in sites}
         self.refused: dict[fx.Node, str] = {}
         for site in self.sites.values():
@@ -79,37 +98,74 @@ class Layout:
         return rows if _packed_form(node, info, rows) else None
 
     def _site(self, site: Site) -> None:
-        """Queries and keys of an attention: sets whose token axes are the query and the key axis."""
+        """Queries and keys of an attention: each side packed on a row set, or whole."""
         need = self.live.need(site.out)
-        parts = site.parts
-        if parts.unknown is not None:
-            self.refused[site.out] = f"the mask has a part that is neither key, query nor band: {t.render(parts.unknown)}"
-            return
         if need == t.FALSE:
             self.refused[site.out] = "nothing reads the result"
             return
-        token = site.out_slots.index(site.query)
-        over_scores = {j: t.slot(s) for j, s in enumerate(site.out_slots) if s is not None}
-        wanted = t.substitute(t.project(need, frozenset(over_scores)), over_scores)
+        wanted, parts = self.live.wanted(site), site.parts
         visible = self.live.visible_keys(site, wanted)
-        if visible == t.TRUE or need == t.TRUE:
-            side = "keys" if visible == t.TRUE else "queries"
-            self.refused[site.out] = f"every row of the {side} is live"
+        hidden = t.TRUE if t.implies(wanted, parts.query) or all(map(is_point, t.disjuncts(wanted))) else parts.query
+        if hidden != t.TRUE and wanted == t.TRUE:
+            self.refused[site.out] = "queries that the mask hides are observed, and they would become 0"
             return
-        rows = self.sets.of(need, self.known.info(site.out).sizes, token) if writable(need) else None
-        k_info = self.known.info(site.k)
-        key_slots = {e.args[0]: i for i, e in enumerate(site.k_exprs) if e is not None}
-        over_k = t.substitute(visible, {s: t.slot(i) for s, i in key_slots.items()})
-        keys = self.sets.of(over_k, k_info.sizes, key_slots[site.key]) if writable(over_k) else None
-        if rows is None or keys is None:
-            self.refused[site.out] = f"the live rows are not a set of (sequence, position) pairs: {t.render(need)}"
+        rows, keys = self._query_rows(site, need), self._key_side(site, visible)
+        if rows is not None and keys is not None and self._query_side(site, rows).axes[:-1] != keys.axes[:-1]:
+            keys = None
+        if rows is None and keys is None:
+            self.refused[site.out] = self._why_whole(site, need, visible)
             return
-        q_axes = [site.out_slots[s] for s in rows.slots[:-1]]
-        k_axes = [site.k_exprs[s].args[0] for s in keys.slots[:-1]]  # type: ignore[union-attr]
-        if q_axes != k_axes:
-            self.refused[site.out] = "queries and keys are grouped into sequences by different axes"
+        dense = t.and_(parts.rest, hidden, parts.key if keys is None else t.TRUE)
+        if not writable(dense):
+            self.refused[site.out] = f"the mask has a part that cannot be computed beforehand: {t.render(dense)}"
             return
-        self.rows[site.out], self.key_rows[site.out] = rows, keys
+        queries = self._query_side(site, rows) if rows is not None else None
+        sequences = (queries or keys).axes[:-1]  # type: ignore[union-attr]
+        self.sides[site.out] = Sides(
+            queries or self._whole(site, sequences, site.query), keys or self._whole(site, sequences, site.key), dense
+        )
+        if rows is not None:
+            self.rows[site.out] = rows
+
+    def _query_rows(self, site: Site, need: Term) -> Rows | None:
+        """The rows of the result, where they are a set of (sequence, query) pairs."""
+        if site.query is None or need == t.TRUE or not writable(need):
+            return None
+        rows = self.sets.of(need, self.known.info(site.out).sizes, site.out_slots.index(site.query))
+        return rows if rows is not None and all(site.out_slots[s] is not None for s in rows.slots) else None
+
+    def _query_side(self, site: Site, rows: Rows) -> Side:
+        return Side(rows.set, tuple(site.out_slots[s] for s in rows.slots))
+
+    def _key_side(self, site: Site, visible: Term) -> Side | None:
+        """The rows of keys and values, where they are a set of (sequence, key) pairs."""
+        slots = score_slots(site.k_exprs)
+        if visible == t.TRUE or not writable(visible) or not visible.slots <= set(slots):
+            return None
+        over_k = t.substitute(visible, {s: t.slot(i) for s, i in slots.items()})
+        rows = self.sets.of(over_k, self.known.info(site.k).sizes, slots[site.key])
+        if rows is None:
+            return None
+        score_of = {i: s for s, i in slots.items()}
+        axes = tuple(score_of[i] for i in rows.slots)
+        return Side(rows.set, axes) if set(axes) <= set(score_slots(site.v_exprs)) else None
+
+    def _whole(self, site: Site, sequences: tuple[int | None, ...], token: int | None) -> Side:
+        sizes = [site.sizes[s] for s in sequences if s is not None]
+        sizes.append(sympy.Integer(1) if token is None else site.sizes[token])
+        return Side(self.sets.full(sizes), (*sequences, token))
+
+    def _why_whole(self, site: Site, need: Term, visible: Term) -> str:
+        if visible == t.TRUE and (need == t.TRUE or site.query is None):
+            return "every row of the queries and keys is live"
+        return f"the live rows are not a set of (sequence, position) pairs: {t.render(need)}, keys {t.render(visible)}"
+
+    def attended(self, out: fx.Node) -> bool:
+        """Whether an attention runs on packed rows."""
+        site = self.sites.get(out)
+        if site is None or out not in self.sides:
+            return False
+        return out in self.packed or (out not in self.rows and not self.packed.isdisjoint((site.k, site.v)))
 
     # ------------------------------------------------------------ the cut
 
@@ -123,6 +179,7 @@ class Layout:
 
     def cut(self) -> set[fx.Node]:
         """The cheapest set of nodes to pack. Any other closed subset of `rows` is right too, only slower."""
+        inside = {n for out in self.sides for n in self.sites[out].interior}  # gone once the attention is rewritten
         network = nx.DiGraph()
         network.add_node("packed")
         network.add_node("padded")
@@ -138,7 +195,7 @@ class Layout:
                     network.add_edge(node, operand, capacity=_FILL * cost)
                 elif _has_rows(self.known.info(node), operand, self.rows[node]):
                     network.add_edge(node, "padded", capacity=network[node]["padded"]["capacity"] + _FILL * cost)
-            if any(u not in self.rows and not self._absorbs(node, u) for u in node.users):
+            if any(u not in self.rows and not self._absorbs(node, u) for u in node.users if u not in inside):
                 extra = _bytes(node, self.rows[node], self.known.info(node))
                 network[node]["padded"]["capacity"] += extra
         if not self.rows:
@@ -147,12 +204,16 @@ class Layout:
         return {n for n in packed if isinstance(n, fx.Node)}
 
     def _absorbs(self, node: fx.Node, user: fx.Node) -> bool:
-        """Whether a padded reader takes the packed tensor as it is (a sum over tokens, a gather, a loss)."""
+        """Whether a padded reader takes the packed tensor as it is (a sum over tokens, a gather, a loss, an attention)."""
+        if user in self.sides:
+            return True
         return user.op == "call_function" and user in self.known.infos and self.known.info(user).kind in _ABSORBING
 
     def _operands(self, node: fx.Node) -> list[fx.Node]:
         site = self.sites.get(node)
-        return [site.q, site.k, site.v] if site else [a.operand for a in self.known.operands(node)]
+        if site:
+            return [site.q, site.k, site.v, *(j.node for j in site.joined)]
+        return [a.operand for a in self.known.operands(node)]
 
     def work(self, node: fx.Node) -> float:
         """Byte equivalents per row."""

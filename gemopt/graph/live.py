@@ -29,7 +29,7 @@ import sympy
 from torch import fx
 
 from gemopt.graph import terms as t
-from gemopt.graph.attention import Site
+from gemopt.graph.attention import Site, score_slots
 from gemopt.graph.facts import Analysis, ignored_targets
 from gemopt.graph.slots import Access, argument, backward, is_tensor, op_name
 from gemopt.graph.terms import Term
@@ -130,34 +130,32 @@ class Live:
     def _attention(self, site: Site, need: Term) -> None:
         if need == t.FALSE:
             return
-        over_scores = {j: t.slot(s) for j, s in enumerate(site.out_slots) if s is not None}
-        wanted = t.substitute(t.project(need, frozenset(over_scores)), over_scores)
+        wanted = self.wanted(site, need)
         parts = site.parts
-        if parts.unknown is None and parts.query != t.TRUE and not t.implies(wanted, parts.query):
-            self.assumptions.append(
-                Subset(wanted, parts.query, self._score_sizes(site), "queries that are read are not masked")
-            )
+        if parts.query != t.TRUE and not t.implies(wanted, parts.query) and all(map(is_point, t.disjuncts(wanted))):
+            sizes = tuple(site.sizes)
+            self.assumptions.append(Subset(wanted, parts.query, sizes, "queries that are read are not masked"))
         self._ask(site.q, _renamed(wanted, site.q_exprs), site.out)
         keys = self.visible_keys(site, wanted)
         self._ask(site.k, _renamed(keys, site.k_exprs), site.out)
         self._ask(site.v, _renamed(keys, site.v_exprs), site.out)
+        for bias in site.biases:
+            self._ask(bias.node, _renamed(t.and_(wanted, keys), bias.exprs), site.out)
+        for factor in (*site.factors, *site.q_factors):
+            self._ask(factor.node, _renamed(wanted, factor.exprs), site.out)
+
+    def wanted(self, site: Site, need: Term | None = None) -> Term:
+        """Over score slots: the queries whose result is needed."""
+        need = self.need(site.out) if need is None else need
+        over_scores = {j: t.slot(s) for j, s in enumerate(site.out_slots) if s is not None}
+        return t.substitute(t.project(need, frozenset(over_scores)), over_scores)
 
     def visible_keys(self, site: Site, wanted: Term) -> Term:
         """Over score slots: the keys that a wanted query may see."""
         parts = site.parts
-        if parts.unknown is not None:
-            return t.TRUE
         if parts.key != t.TRUE:
             return parts.key
-        return _up_to(wanted, site.query, site.key) if parts.band.causal else t.TRUE
-
-    def _score_sizes(self, site: Site) -> tuple[sympy.Expr, ...]:
-        sizes: dict[int, sympy.Expr] = {}
-        for node, exprs in ((site.q, site.q_exprs), (site.k, site.k_exprs)):
-            for e, s in zip(exprs, self.known.info(node).sizes, strict=True):
-                if e is not None:
-                    sizes[e.args[0]] = s
-        return tuple(sizes[i] for i in range(len(sizes)))
+        return _up_to(wanted, site.query, site.key) if parts.band.causal and site.query is not None else t.TRUE
 
     def _ask(self, node: fx.Node, rows: Term, reader: fx.Node) -> None:
         if rows == t.FALSE or not is_tensor(node):
@@ -198,7 +196,7 @@ def _without(p: Term, where: Term) -> Term:
 
 def _renamed(p: Term, exprs: Sequence[Term | None]) -> Term:
     """A predicate over score slots as one over an operand's slots."""
-    inverse = {e.args[0]: t.slot(i) for i, e in enumerate(exprs) if e is not None}
+    inverse = {s: t.slot(i) for s, i in score_slots(tuple(exprs)).items()}
     return t.substitute(t.project(p, frozenset(inverse)), inverse)
 
 

@@ -31,7 +31,14 @@ class RowSet:
     def token(self) -> int:
         return len(self.sizes) - 1
 
+    @property
+    def full(self) -> bool:
+        """Every position of every sequence: row numbers are positions, and nothing has to be counted."""
+        return self.predicate == t.TRUE
+
     def __str__(self) -> str:
+        if self.full:
+            return "all"
         letters = [*(["b"] if len(self.sizes) == 2 else [f"b{i}" for i in range(self.token)]), "pos"]
         return t.render(self.predicate, dict(enumerate(letters)))
 
@@ -66,6 +73,10 @@ class RowSets:
         if token is not None and own[-1] != token:
             return None
         return Rows(row_set, own)
+
+    def full(self, sizes: Sequence[sympy.Expr]) -> RowSet:
+        """All rows of axes with these sizes, token axis last."""
+        return RowSet(t.TRUE, tuple(sizes), "all")
 
     def _make(self, predicate: Term, sizes: Sequence[sympy.Expr], axes: Sequence[int]) -> RowSet:
         renamed = t.substitute(predicate, {s: t.slot(i) for i, s in enumerate(axes)})

@@ -58,11 +58,9 @@ def holds(evaluator: Evaluator, predicate: t.Term, index: list[int]) -> bool:
 def test_packed_attention_sees_what_the_mask_allows(planned):
     """For every query that is read: mask(q, k) is "k is a packed key of the same sequence, and the band allows it"."""
     run, _live, layout = planned
-    for out, keys in layout.key_rows.items():
-        site, queries = layout.sites[out], layout.rows[out]
-        score_of_k = {i: e.args[0] for i, e in enumerate(site.k_exprs) if e is not None}
-        key_axes = [score_of_k[s] for s in keys.slots]
-        query_axes = [site.out_slots[s] for s in queries.slots]
+    for out, sides in layout.sides.items():
+        site, queries, keys = layout.sites[out], sides.queries, sides.keys
+        key_axes, query_axes = keys.axes, queries.axes
         assert key_axes[-1] == site.key and query_axes[-1] == site.query
         assert key_axes[:-1] == query_axes[:-1]
         mask, ev, band = mask_of(run, site), run.evaluator, site.parts.band
@@ -72,7 +70,8 @@ def test_packed_attention_sees_what_the_mask_allows(planned):
             distance = index[site.key] - index[site.query]
             inside = (band.left is None or -band.left <= distance) and (band.right is None or distance <= band.right)
             packed = holds(ev, keys.set.predicate, [index[s] for s in key_axes])
-            assert bool(mask[index]) == (packed and inside), (out, index)
+            dense = holds(ev, sides.dense, index)
+            assert bool(mask[index]) == (packed and inside and dense), (out, index)
 
 
 def test_packed_nodes_are_closed_under_reading(planned):
@@ -88,8 +87,8 @@ def test_packed_nodes_are_closed_under_reading(planned):
 def test_every_site_is_packed_or_refused_with_a_reason(planned):
     _, live, layout = planned
     for out in live.sites:
-        assert (out in layout.rows and out in layout.key_rows) != (out in layout.refused)
-        assert out in layout.rows or layout.refused[out]
+        assert (out in layout.sides) != (out in layout.refused)
+        assert out in layout.sides or layout.refused[out]
 
 
 def test_rows_are_never_cut_or_lengthened(planned):

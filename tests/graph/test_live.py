@@ -47,7 +47,7 @@ class Poisoner(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         site = self.live.sites.get(n)
         if site is not None:
-            result: Any = attend(self.run_, site, *(self.env[x] for x in (site.q, site.k, site.v)))
+            result: Any = attend(self.run_, site, self.env)
             result = result.to(self.run_.values[n].dtype)
         else:
             result = super().run_node(n)

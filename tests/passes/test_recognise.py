@@ -111,7 +111,7 @@ def found(fn: Callable[[In], Any], sizes: Sizes, symbolic: bool = False) -> tupl
 def check_site(run: Traced, site: Site) -> None:
     """Numbers first: then that the record is complete, as everything after recognition takes it to be."""
     real = run.values[site.out]
-    meant = attend(run, site, *(run.values[x] for x in (site.q, site.k, site.v)))
+    meant = attend(run, site, run.values)
     seen = mask_of(run, site).any(site.key)
     kept = [s for s in range(seen.ndim + 1) if s != site.key]  # score slot of each dim of `seen`
     shape = [seen.shape[kept.index(s)] if s is not None else 1 for s in site.out_slots]
@@ -121,10 +121,11 @@ def check_site(run: Traced, site: Site) -> None:
     assert bool(seen.any())
     torch.testing.assert_close(meant[seen], real[seen].to(meant.dtype), rtol=1e-6, atol=1e-6, msg=lambda m: f"{site}\n{m}")
     batch = set(kept) - {site.query}
-    for exprs, token in ((site.q_exprs, site.query), (site.k_exprs, site.key), (site.v_exprs, site.key)):
-        own = [e.args[0] for e in exprs if e is not None]
-        assert sorted(own) == sorted({token, *batch}), f"{exprs} is not batch axes, one token axis and features"
-    assert {site.query, site.key}.isdisjoint(batch) and site.query in site.out_slots
+    tokens = {s for s in (site.query, site.key) if s is not None}
+    for exprs, own_token in ((site.q_exprs, site.query), (site.k_exprs, site.key), (site.v_exprs, site.key)):
+        own = {s for e in exprs if e is not None for s in e.slots}
+        assert own <= {own_token, *batch} and (own_token is None or own_token in own), f"{exprs}: not batch axes and a token"
+    assert tokens.isdisjoint(batch) and site.query in (*site.out_slots, None) and site.key not in site.out_slots
 
 
 Spelling = Callable[[In], Tensor]
@@ -417,9 +418,9 @@ NEVER = [
     "softmax_over_queries", "softmax_over_heads", "softmax_over_batch", "softmax_twice", "log_softmax",
     "mask_after_softmax", "fill_after_softmax", "weights_returned", "weights_used_twice", "weights_for_two_values",
     "weights_detached", "scores_returned", "raw_scores_returned", "scores_detached", "scale_per_element",
-    "scale_rounded", "scale_negative_of_inf", "fill_small", "fill_positive", "additive_small", "capped_scores",
+    "scale_rounded", "scale_negative_of_inf", "fill_small", "fill_positive", "capped_scores",
     "einsum_sums_apart", "einsum_features_crossed", "einsum_values_apart", "einsum_out_without_queries", "pooling",
-    "dropout_on_scores", "bias_learned",
+    "dropout_on_scores",
 ]  # fmt: skip
 
 
@@ -436,7 +437,7 @@ def test_near_misses(name):
 
 
 def test_misses_have_a_reason_and_a_node():
-    for name in ("weights_returned", "fill_small", "capped_scores", "bias_learned", "scale_per_element"):
+    for name in ("weights_returned", "fill_small", "capped_scores", "scale_per_element"):
         run, sites, misses = found(NEAR[name], DIFFERENT)
         assert not sites and len(misses) == 1, name
         assert misses[0].reason and misses[0].node in run.graph.nodes

@@ -1,0 +1,211 @@
+"""From the score function back to the product of queries and keys: scales, masks and biases.
+
+The softmax does not change when a tensor without a key axis is added to its scores, so such a tensor (the row maximum, a
+bias per query) drops out. A scale without a key axis moves to the queries.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import fx
+
+from gemopt.graph import terms as t
+from gemopt.graph.attention import Joined, activate, additive_mask
+from gemopt.graph.facts import constants
+from gemopt.graph.slots import argument, op_name
+from gemopt.graph.terms import Term
+from gemopt.passes.recognise.walk import MASK_HINT, NoMatch, Walk, is_binary, slots_of
+
+SMALLEST_FILL = -9984.0  # -1e4 in bfloat16
+
+
+def step_scores(walk: Walk) -> bool:
+    """Read one step as a fact; False when the node is not a step that scores take."""
+    if walk.step_pointwise_view():
+        return True
+    node, name = walk.at, op_name(walk.at)
+    if walk.known.info(node).kind != "pointwise":
+        return False
+    if name == "aten.masked_fill":
+        return _masked(walk, walk.term_of(1), 0, fill_at=2, keep_where=False)
+    if name == "aten.where" and len(node.args) == 3:
+        for kept, fill_at, keep_where in ((1, 2, True), (2, 1, False)):
+            if walk.number_of(fill_at) is not None:
+                return _masked(walk, walk.term_of(0), kept, fill_at, keep_where)
+        raise NoMatch(node, "neither side of the where is a constant")
+    if name in ("aten.mul", "aten.div"):
+        return _scaled(walk, divide=name == "aten.div")
+    if name == "aten.neg":
+        walk.scale = -walk.scale
+        walk.move(walk.known.info(node).accesses[0])
+        return True
+    if name in ("aten.add", "aten.sub"):
+        return _added(walk)
+    return False
+
+
+# ---------------------------------------------------------------- masks
+
+
+def _masked(walk: Walk, condition: Term | None, kept: int, fill_at: int, keep_where: bool) -> bool:
+    node = walk.at
+    if condition is None:
+        raise NoMatch(node, "the mask is not an expression of the graph's inputs that gemopt can follow", MASK_HINT)
+    fill = walk.number_of(fill_at)
+    if fill is None:
+        raise NoMatch(node, "the value that masks the scores is not a constant")
+    access = walk.access_of(kept)
+    if access is None:
+        raise NoMatch(node, "the mask replaces constants, not scores")
+    apply_fill(walk, node, fill)
+    allowed = t.truth(condition)
+    walk.mask = t.and_(walk.mask, allowed if keep_where else t.not_(allowed))
+    walk.move(access)
+    return True
+
+
+def apply_fill(walk: Walk, node: fx.Node, fill: float) -> None:
+    """Check that a fill hides a score from the score function."""
+    if walk.unknown_scale:
+        raise NoMatch(node, "masked scores are scaled by a tensor afterwards, so that their value is not known")
+    effective = fill * walk.scale
+    if walk.score != "softmax":
+        if walk.biases or not _vanishes(walk.score, effective, node.meta["val"].dtype):
+            raise NoMatch(node, f"masked scores are set to {fill:g}, which {walk.score} does not turn into 0")
+        return
+    if not effective <= SMALLEST_FILL:
+        raise NoMatch(
+            node, f"masked scores are set to {fill:g}, which still leaves weight on padding",
+            "use -inf, torch.finfo(dtype).min or a value of -1e4 or less",
+        )  # fmt: skip
+    walk.fill = max(walk.fill, effective)
+
+
+def _vanishes(activation: str, score: float, dtype: torch.dtype) -> bool:
+    """In fp64 too, which is what numbers are compared with."""
+    return all(float(activate(activation, torch.tensor(score, dtype=d))) == 0 for d in (dtype, torch.float64))
+
+
+# ---------------------------------------------------------------- scales
+
+
+def _scaled(walk: Walk, divide: bool) -> bool:
+    node = walk.at
+    if argument(node, "rounding_mode") is not None:
+        raise NoMatch(node, "scores are rounded")
+    for position in (0,) if divide else (0, 1):
+        access, factor = walk.access_of(position), walk.number_of(1 - position)
+        if access is not None and factor is not None:
+            if factor == 0:
+                raise NoMatch(node, "scores are multiplied or divided by zero")
+            walk.scale = walk.scale / factor if divide else walk.scale * factor
+            walk.move(access)
+            return True
+    if not divide and walk.score != "softmax" and _masked_product(walk):
+        return True
+    for position in (0,) if divide else (0, 1):
+        access, scale = walk.access_of(position), walk.joined(1 - position, divide=divide)
+        if access is None or scale is None or walk.key in slots_of(scale.exprs):
+            continue
+        if access.operand.meta["val"].dtype != node.meta["val"].dtype:
+            raise NoMatch(node, "a scale changes the dtype of the scores")
+        walk.q_factors.append(scale)
+        walk.unknown_scale = True
+        walk.move(access)
+        return True
+    raise NoMatch(node, "scores are scaled by a tensor that varies over keys")
+
+
+def _masked_product(walk: Walk) -> bool:
+    """``act(scores * mask)`` is ``act(scores) * mask`` where ``act(0) == 0``."""
+    for position in (0, 1):
+        term, access = walk.term_of(1 - position), walk.access_of(position)
+        if term is None or access is None or not is_binary(term) or walk.key not in term.slots or walk.biases:
+            continue
+        if not _vanishes(walk.score, 0.0, walk.at.meta["val"].dtype):
+            continue
+        walk.mask = t.and_(walk.mask, t.truth(term))
+        walk.move(access)
+        return True
+    return False
+
+
+# ---------------------------------------------------------------- sums
+
+
+def _added(walk: Walk) -> bool:
+    node = walk.at
+    if argument(node, "alpha", 1) != 1:
+        raise NoMatch(node, "something is added to the scores with a factor of its own")
+    subtract = op_name(node) == "aten.sub"
+    for position in (0,) if subtract else (0, 1):
+        if walk.access_of(position) is None:
+            continue
+        if _mask_added(walk, position, subtract) or _constant_added(walk, position):
+            return True
+    if walk.joined(0) is not None and walk.joined(1) is not None:
+        return _bias_added(walk, subtract)
+    raise NoMatch(node, "something is added to the scores that is neither a mask nor a bias over queries and keys")
+
+
+def _mask_added(walk: Walk, position: int, subtract: bool) -> bool:
+    term, access = walk.term_of(1 - position), walk.access_of(position)
+    mask = None if term is None or subtract else additive_mask(term)
+    if mask is None or access is None or mask[1] * walk.scale > SMALLEST_FILL:
+        return False
+    if mask[0] != t.TRUE:
+        apply_fill(walk, walk.at, mask[1])
+    walk.mask = t.and_(walk.mask, mask[0])
+    walk.move(access)
+    return True
+
+
+def _constant_added(walk: Walk, position: int) -> bool:
+    """What does not vary over keys leaves a softmax as it is."""
+    access = walk.access_of(position)
+    if access is None or walk.score != "softmax":
+        return False
+    if walk.number_of(1 - position) is None:
+        joined = walk.joined(1 - position)
+        if joined is None or walk.key in slots_of(joined.exprs):
+            return False
+        own = walk.joined(position)
+        if own is None or walk.key not in slots_of(own.exprs):
+            return False
+    walk.move(access)
+    return True
+
+
+def _bias_added(walk: Walk, subtract: bool) -> bool:
+    """Of two summands, the scores are the one that comes from a product of queries and keys."""
+    node = walk.at
+    scores = _scores_side(walk)
+    if scores is None:
+        raise NoMatch(node, "of two tensors that are added, none or both are a product of queries and keys")
+    if walk.unknown_scale:
+        raise NoMatch(node, "a bias is scaled by a tensor together with the scores")
+    term = walk.term_of(1 - scores)
+    if term is not None and any(map(math.isinf, constants(term))):
+        raise NoMatch(node, "an infinite value is added to or subtracted from scores that it does not mask")
+    access, bias = walk.access_of(scores), walk.joined(1 - scores)
+    assert access is not None and bias is not None
+    sign = -1.0 if subtract and scores == 0 else 1.0
+    walk.biases.append(Joined(bias.node, bias.exprs, sign * walk.scale))
+    if subtract and scores == 1:
+        walk.scale = -walk.scale
+    walk.move(access)
+    return True
+
+
+def _scores_side(walk: Walk) -> int | None:
+    from gemopt.passes.recognise.products import leads_to_product
+
+    found = [p for p in (0, 1) if _full(walk, p) and leads_to_product(walk.at.args[p], walk.known)]  # type: ignore[arg-type]
+    return found[0] if len(found) == 1 else None
+
+
+def _full(walk: Walk, position: int) -> bool:
+    joined = walk.joined(position)
+    return joined is not None and walk.key in slots_of(joined.exprs)

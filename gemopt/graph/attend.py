@@ -8,6 +8,7 @@ the ops take fewer key heads as they are.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from gemopt import ops
 from gemopt.graph.attention import Joined, Site, atoms, score_slots
 from gemopt.graph.layout import Side
 from gemopt.graph.prologue import TermWriter
-from gemopt.graph.slots import Exprs, Info
+from gemopt.graph.slots import Exprs, Info, expr_of, is_tensor
 from gemopt.graph.terms import TRUE
 from gemopt.graph.units import Unit, all_units, kept_units
 
@@ -153,6 +154,9 @@ class _Attention:
 
     def _times(self, x: fx.Node, factor: Joined) -> fx.Node:
         """``x [rows, heads, features]`` times (or over) a tensor without features and keys."""
+        if not is_tensor(factor.node):
+            size = self.e.sizes[expr_of(factor.node.meta["val"])]
+            return self.e.call(operator.truediv if factor.divide else operator.mul, x, size)
         other = self._rows(factor.node, factor.exprs, self.queries, self.heads, always=False)
         return self.e.call(aten.div.Tensor if factor.divide else aten.mul.Tensor, x, other)
 

@@ -75,7 +75,7 @@ class Joined:
     """A tensor that joins the scores or the weights, with its slots over the score slots.
 
     As a bias it is multiplied by ``coefficient`` and added to the scaled scores. As a factor it multiplies (or, with
-    ``divide``, divides) the weights and has no key axis.
+    ``divide``, divides) the weights and has no key axis; a factor may also be a size (a SymInt node).
     """
 
     node: fx.Node

@@ -14,6 +14,7 @@ Readers that do not run packed get an `unpack` whose fill is the tensor's fact (
 
 from __future__ import annotations
 
+import string
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -337,6 +338,25 @@ class Emitter:
         x, _, _ = self.fetch(info.accesses[0], rows)
         rest = fx.node.map_arg(node.args[1:], self.padded)
         return self.call(node.target, x, *rest, **fx.node.map_arg(dict(node.kwargs), self.padded))
+
+    def _packed_contraction(self, node: fx.Node, info: Info, rows: Rows) -> fx.Node:
+        x, kept, _ = self.fetch(info.accesses[0], rows)
+        if op_name(node) == "aten.einsum":
+            return self._packed_einsum(node, info, rows, x, kept)
+        if op_name(node) == "aten.addmm":
+            added, weight = self.padded(node.args[0]), self.padded(node.args[2])  # type: ignore[arg-type]
+            return self.call(node.target, added, x, weight, **node.kwargs)
+        return self.call(aten.matmul.default, x, self.padded(node.args[1]))  # type: ignore[arg-type]
+
+    def _packed_einsum(self, node: fx.Node, info: Info, rows: Rows, x: fx.Node, kept: list[int]) -> fx.Node:
+        """The letters of the row axes give way to one letter in front."""
+        words, output = str(node.args[0]).replace(" ", "").split("->")
+        first, *others = words.split(",")
+        lead = next(c for c in string.ascii_letters if c not in words + output)
+        equation = ",".join([lead + "".join(first[d] for d in kept), *others])
+        result = lead + "".join(output[d] for d in kept_dims(info, rows.slots))
+        rest = [self.padded(a.operand) for a in info.accesses[1:]]
+        return self.call(node.target, f"{equation}->{result}", [x, *rest])
 
     def _packed_mixing(self, node: fx.Node, info: Info, rows: Rows) -> fx.Node:
         x, kept, _ = self.fetch(info.accesses[0], rows)

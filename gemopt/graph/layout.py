@@ -31,7 +31,7 @@ from gemopt.graph.attention import Site, score_slots
 from gemopt.graph.live import Live, is_point
 from gemopt.graph.prologue import writable
 from gemopt.graph.rowsets import Rows, RowSet, RowSets
-from gemopt.graph.slots import Access, Info, argument, op_name, shape_of
+from gemopt.graph.slots import Access, Info, argument, is_tensor, op_name, shape_of
 from gemopt.graph.terms import Term
 from gemopt.graph.units import plain_slots
 
@@ -41,7 +41,8 @@ _UNKNOWN_SIZE = 64
 # Kinds of readers that take a packed operand although their result has no row axes (graph/sinks.py).
 _ABSORBING = frozenset(("reduction", "gather", "select", "loss", "boolean_index"))
 _ROW_KINDS = frozenset(
-    ["pointwise", "view", "expand", "linear", "mixing", "embedding", "select", "slice", "cat", "stack", "reduction", "loss"]
+    ["pointwise", "view", "expand", "linear", "contraction", "mixing", "embedding"]
+    + ["select", "slice", "cat", "stack", "reduction", "loss"]
 )
 
 
@@ -212,7 +213,7 @@ class Layout:
     def _operands(self, node: fx.Node) -> list[fx.Node]:
         site = self.sites.get(node)
         if site:
-            return [site.q, site.k, site.v, *(j.node for j in site.joined)]
+            return [site.q, site.k, site.v, *(j.node for j in site.joined if is_tensor(j.node))]
         return [a.operand for a in self.known.operands(node)]
 
     def work(self, node: fx.Node) -> float:
@@ -223,10 +224,10 @@ class Layout:
         if info.kind in ("view", "expand"):
             moved = 0.01
         flops = 0.0
-        if info.kind == "linear":
-            weight = node.args[1]
-            assert isinstance(weight, fx.Node)
-            flops = 2.0 * math.prod(_number(s) for s in shape_of(weight))
+        if info.kind in ("linear", "contraction"):
+            first = info.accesses[0]
+            contracted = [n for e, n in zip(first.exprs, self.known.info(first.operand).sizes, strict=True) if e is None]
+            flops = 2.0 * math.prod(map(_number, contracted)) * _row_elements(node, rows, info)
         if node in self.sites:
             flops = 4.0 * _UNKNOWN_SIZE * _row_elements(node, rows, info)
         return moved + flops / _FLOPS_PER_BYTE
@@ -265,12 +266,26 @@ def local(access: Access, slots: tuple[int, ...]) -> bool:
     return len(found) in (0, 1, len(slots))
 
 
+def _times_weights(node: fx.Node, info: Info) -> bool:
+    """``x @ W`` with one matrix for all rows, in any spelling that can be written with one leading dim."""
+    name = op_name(node)
+    if name == "aten.einsum":
+        return True
+    if name not in ("aten.matmul", "aten.mm", "aten.addmm"):
+        return False
+    position = 2 if name == "aten.addmm" else 1
+    weight = node.args[position]
+    return isinstance(weight, fx.Node) and len(shape_of(weight)) <= 2
+
+
 def _packed_form(node: fx.Node, info: Info, rows: Rows) -> bool:
     """Whether the emitter can run this op with the row axes replaced by one leading dim."""
     name = op_name(node)
     row_slots = set(rows.slots)
     first = info.accesses[0] if info.kind != "embedding" else info.accesses[1]
-    if info.kind in ("view", "expand", "linear", "mixing", "embedding", "select", "slice", "reduction"):
+    if info.kind == "contraction" and not _times_weights(node, info):
+        return False
+    if info.kind in ("view", "expand", "linear", "contraction", "mixing", "embedding", "select", "slice", "reduction"):
         if info.kind != "expand" and not reads_all(first, rows.slots):
             return False
         others = [a for a in info.accesses if a is not first]

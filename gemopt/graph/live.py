@@ -162,6 +162,7 @@ class Live:
             return
         if not node.meta["val"].dtype.is_floating_point or self.known.value(node) is not None:
             rows = t.TRUE
+        rows = _without_ranges(rows, self.known.info(node).sizes)
         self.readers[node].append((reader, rows))
         self._demand[node] = self._join(node, self.demand(node), rows)
 
@@ -178,6 +179,20 @@ class Live:
             if subset not in self.assumptions:
                 self.assumptions.append(subset)
         return mask
+
+
+def _without_ranges(p: Term, sizes: Sequence[sympy.Expr]) -> Term:
+    """``p`` without its bounds on an axis of fixed size, where it speaks of other axes too: q, k and v are slices of one
+    projection, and nothing is gained by telling their features apart."""
+    fixed = {s for s in p.slots if sizes[s].is_Integer}
+    if not fixed or fixed == p.slots:
+        return p
+    return t.or_(*(t.and_(*_unbounded(t.conjuncts(part), fixed)) for part in t.disjuncts(p)))
+
+
+def _unbounded(parts: Sequence[Term], fixed: set[int]) -> list[Term]:
+    others = [c for c in parts if not (c.op == "le0" and c.slots and c.slots <= fixed and not c.leaves)]
+    return others if any(c.slots for c in others) else list(parts)
 
 
 def is_point(p: Term) -> bool:

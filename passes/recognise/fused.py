@@ -7,13 +7,14 @@ import torch
 from torch import fx
 
 from gemopt.graph import terms as t
-from gemopt.graph.attention import Joined, Site, additive_mask
+from gemopt.graph.attention import Joined, Site
 from gemopt.graph.facts import Analysis
 from gemopt.graph.slots import Exprs, Info, argument, broadcast, op_name
 from gemopt.graph.terms import Term
+from gemopt.passes.recognise.added import over_scores, read_added
 from gemopt.passes.recognise.products import through_copies, widths
 from gemopt.passes.recognise.scores import SMALLEST_FILL
-from gemopt.passes.recognise.walk import NoMatch, owned
+from gemopt.passes.recognise.walk import MASK_HINT, NoMatch, owned
 
 
 def fused_site(node: fx.Node, known: Analysis) -> Site:
@@ -72,20 +73,14 @@ def _mask(node: fx.Node, known: Analysis, scores: Info) -> tuple[Term, float, tu
     mask = argument(node, "attn_mask")
     if mask is None:
         return t.TRUE, -float("inf"), ()
-    value = known.value(mask)
     exprs = broadcast([known.info(mask), scores], [sympy.prod(d) for d in scores.dims])[1][0]
-    term = None
-    if value is not None and all(exprs[s] is not None for s in value.slots):
-        term = t.substitute(value, {s: exprs[s] for s in value.slots})  # type: ignore[misc]
-    boolean = mask.meta["val"].dtype == torch.bool
-    if boolean and term is not None:
+    term = over_scores(known, mask, exprs)
+    if mask.meta["val"].dtype == torch.bool:
+        if term is None:
+            raise NoMatch(node, "the mask is not an expression of the graph's inputs that gemopt can follow", MASK_HINT)
         return t.truth(term), -float("inf"), ()
-    read = None if term is None else additive_mask(term)
-    if read is not None and read[1] <= SMALLEST_FILL:
-        return (*read, ())
-    if boolean or owned(exprs, scores.sizes) is None or any(e is None for e in exprs):
-        raise NoMatch(
-            node, "the mask is not an expression of the graph's inputs that gemopt can follow",
-            "build the mask from lengths, ids or a boolean input inside the compiled function",
-        )  # fmt: skip
-    return t.TRUE, -float("inf"), (Joined(mask, exprs),)
+    read = read_added(known, mask, exprs, SMALLEST_FILL)
+    for _, own in read.biases:
+        if owned(own, scores.sizes) is None or any(e is None for e in own):
+            raise NoMatch(node, "the float mask is neither a mask of 0 and large negative numbers nor a bias", MASK_HINT)
+    return read.allowed, read.fill, tuple(Joined(n, own) for n, own in read.biases)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import sympy
 from torch import fx
 
 from gemopt.graph import terms as t
-from gemopt.graph.attention import Joined, Site, additive_mask, split_mask
+from gemopt.graph.attention import Joined, Site, split_mask
 from gemopt.graph.facts import Analysis
-from gemopt.graph.slots import Access, Exprs, Info, argument, forward, is_tensor, op_name
-from gemopt.passes.recognise.scores import SMALLEST_FILL, apply_fill, step_scores
+from gemopt.graph.slots import Access, Exprs, Info, argument, is_tensor, op_name
+from gemopt.passes.recognise.scores import join_added, step_scores
 from gemopt.passes.recognise.walk import NoMatch, Walk, compose, owned, slots_of
-from gemopt.passes.recognise.weights import step_weights
+from gemopt.passes.recognise.weights import ACTIVATIONS, step_weights
 
 _LONGEST_WALK = 40
 
@@ -71,6 +72,20 @@ def _paired(node: fx.Node) -> bool:
 
 def leads_to_product(node: fx.Node, known: Analysis) -> bool:
     """Whether element-wise steps, views and softmaxes lead back from ``node`` to a product of two computed tensors."""
+    for n in _behind(node, known):
+        found = product(n, known)
+        if found is not None and not any(_is_weight(a.operand) for a in found.operands):
+            return True
+    return False
+
+
+def leads_to_score_function(node: fx.Node, known: Analysis) -> bool:
+    names = [op_name(n) for n in _behind(node, known)]
+    return any("softmax" in n or n == "aten.exp" or n in ACTIVATIONS for n in names)
+
+
+def _behind(node: fx.Node, known: Analysis) -> Iterator[fx.Node]:
+    """What element-wise steps, views and softmaxes lead back to, products included."""
     stack: list[fx.Node] = [node]
     seen: set[fx.Node] = set()
     while stack and len(seen) < _LONGEST_WALK:
@@ -78,14 +93,9 @@ def leads_to_product(node: fx.Node, known: Analysis) -> bool:
         if n in seen or not is_tensor(n) or n not in known.infos or not n.meta["val"].dtype.is_floating_point:
             continue
         seen.add(n)
-        found = product(n, known)
-        if found is not None:
-            if not any(_is_weight(a.operand) for a in found.operands):
-                return True
-            continue
-        if known.info(n).kind in ("pointwise", "view", "expand") or "softmax" in op_name(n):
+        yield n
+        if product(n, known) is None and (known.info(n).kind in ("pointwise", "view", "expand") or "softmax" in op_name(n)):
             stack += [a.operand for a in known.operands(n)]
-    return False
 
 
 def _is_weight(node: fx.Node) -> bool:
@@ -108,10 +118,16 @@ def explicit_site(out: fx.Node, known: Analysis) -> Site | None:
     for weights, values in (outer.operands, outer.operands[::-1]):
         if _is_weight(values.operand) or not leads_to_product(weights.operand, known):
             continue
+        sizes = known.info(weights.operand).sizes
+        contracted = [i for i, e in enumerate(weights.exprs) if e is None]
+        if len(contracted) != 1:
+            continue
+        walk = Walk(known, weights.operand, tuple(t.slot(i) for i in range(len(sizes))), sizes, contracted[0])
         try:
-            site = _site(outer, weights, values, known)
+            site = _site(walk, outer, weights, values)
         except NoMatch as error:
-            failure = failure or error
+            if walk.score not in ("", "identity") or leads_to_score_function(weights.operand, known):
+                failure = failure or error  # a product of three matrices is no candidate
             continue
         if site is not None:
             return site
@@ -120,12 +136,8 @@ def explicit_site(out: fx.Node, known: Analysis) -> Site | None:
     return None
 
 
-def _site(outer: Product, weights: Access, values: Access, known: Analysis) -> Site | None:
-    contracted = [i for i, e in enumerate(weights.exprs) if e is None]
-    if len(contracted) != 1:
-        return None
-    sizes = known.info(weights.operand).sizes
-    walk = Walk(known, weights.operand, tuple(t.slot(i) for i in range(len(sizes))), sizes, contracted[0])
+def _site(walk: Walk, outer: Product, weights: Access, values: Access) -> Site | None:
+    known = walk.known
     while not walk.score:
         if product(walk.at, known) is not None:
             walk.score = "identity"
@@ -147,18 +159,9 @@ def _read_added(walk: Walk, inner: Product) -> None:
     if inner.added is None:
         return
     if inner.beta != 0:
-        value = walk.known.value(inner.added.operand)
-        term = None if value is None else walk.renamed(forward(value, inner.added))
-        mask = None if term is None else additive_mask(term)
-        exprs = compose(inner.added, walk.exprs)
-        if mask is not None and inner.beta == 1 and mask[1] * walk.scale <= SMALLEST_FILL:
-            if mask[0] != t.TRUE:
-                apply_fill(walk, inner.node, mask[1])
-            walk.mask = t.and_(walk.mask, mask[0])
-        elif walk.unknown_scale or not _readable(exprs, walk.sizes):
-            raise NoMatch(inner.node, "the tensor that baddbmm adds to the scores is neither a mask nor a bias")
-        else:
-            walk.biases.append(Joined(inner.added.operand, exprs, inner.beta * walk.scale))
+        if walk.unknown_scale:
+            raise NoMatch(inner.node, "a bias is scaled by a tensor together with the scores")
+        join_added(walk, Joined(inner.added.operand, compose(inner.added, walk.exprs)), inner.beta)
     if inner.alpha == 0:
         raise NoMatch(inner.node, "scores are multiplied by zero")
     walk.scale *= inner.alpha
@@ -232,10 +235,6 @@ def _queries_and_keys(
         raise NoMatch(node, "the product contracts nothing")
     k, q = (0, 1) if walk.key in left else (1, 0)
     return operands[q], operands[k]
-
-
-def _readable(exprs: Exprs, sizes: tuple[sympy.Expr, ...]) -> bool:
-    return all(e is not None for e in exprs) and owned(exprs, sizes) is not None
 
 
 def _result(

@@ -16,7 +16,8 @@ from gemopt.graph.attention import Joined, activate, additive_mask
 from gemopt.graph.facts import constants
 from gemopt.graph.slots import argument, op_name
 from gemopt.graph.terms import Term
-from gemopt.passes.recognise.walk import MASK_HINT, NoMatch, Walk, is_binary, slots_of
+from gemopt.passes.recognise.added import over_scores, read_added
+from gemopt.passes.recognise.walk import MASK_HINT, NoMatch, Walk, is_binary, owned, slots_of
 
 SMALLEST_FILL = -9984.0  # -1e4 in bfloat16
 
@@ -186,17 +187,29 @@ def _bias_added(walk: Walk, subtract: bool) -> bool:
         raise NoMatch(node, "of two tensors that are added, none or both are a product of queries and keys")
     if walk.unknown_scale:
         raise NoMatch(node, "a bias is scaled by a tensor together with the scores")
-    term = walk.term_of(1 - scores)
-    if term is not None and any(map(math.isinf, constants(term))):
-        raise NoMatch(node, "an infinite value is added to or subtracted from scores that it does not mask")
     access, bias = walk.access_of(scores), walk.joined(1 - scores)
     assert access is not None and bias is not None
-    sign = -1.0 if subtract and scores == 0 else 1.0
-    walk.biases.append(Joined(bias.node, bias.exprs, sign * walk.scale))
+    join_added(walk, bias, -1.0 if subtract and scores == 0 else 1.0)
     if subtract and scores == 1:
         walk.scale = -walk.scale
     walk.move(access)
     return True
+
+
+def join_added(walk: Walk, added: Joined, factor: float) -> None:
+    """Masks and biases of a tensor that is added to the scores ``factor`` times."""
+    positive = walk.scale * factor > 0
+    read = read_added(walk.known, added.node, added.exprs, SMALLEST_FILL / walk.scale if positive else -math.inf)
+    if read.allowed != t.TRUE:
+        apply_fill(walk, walk.at, read.fill)
+        walk.mask = t.and_(walk.mask, read.allowed)
+    for node, exprs in read.biases:
+        term = over_scores(walk.known, node, exprs)
+        if term is not None and any(map(math.isinf, constants(term))):
+            raise NoMatch(walk.at, "an infinite value is added to scores that it does not mask")
+        if owned(exprs, walk.sizes) is None or any(e is None for e in exprs):
+            raise NoMatch(walk.at, "a bias is not laid out over queries and keys")
+        walk.biases.append(Joined(node, exprs, factor * walk.scale))
 
 
 def _scores_side(walk: Walk) -> int | None:

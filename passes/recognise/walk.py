@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import sympy
+import torch
 from torch import fx
 
 from gemopt.graph import terms as t
@@ -104,7 +105,9 @@ class Walk:
         """A tensor argument of the current node as something that joins scores or weights; None if it is mixed in."""
         access = self.access_of(position)
         if access is None:
-            return None
+            value = self.at.args[position]
+            size = isinstance(value, fx.Node) and isinstance(value.meta.get("val"), torch.SymInt)
+            return Joined(value, (), **how) if size else None  # type: ignore[arg-type]
         exprs = compose(access, self.exprs)
         if any(e is None for e in exprs) or owned(exprs, self.sizes) is None:
             return None

@@ -16,7 +16,13 @@ from gemopt.passes.recognise.walk import CASTS, MASK_HINT, VIEWS, NoMatch, Walk,
 
 _SOFTMAX = ("aten.softmax", "aten._softmax", "aten.special_softmax")
 _LOG_SOFTMAX = ("aten.log_softmax", "aten._log_softmax", "aten.special_log_softmax")
-_ACTIVATIONS = {"aten.relu": "relu", "aten.silu": "silu", "aten.sigmoid": "sigmoid", "aten.hardswish": "hardswish"}
+ACTIVATIONS = {
+    "aten.relu": "relu",
+    "aten.silu": "silu",
+    "aten.sigmoid": "sigmoid",
+    "aten.hardswish": "hardswish",
+    "aten.gelu": "gelu",
+}
 _LEAKY_SLOPE = 0.01
 
 
@@ -130,9 +136,9 @@ def _score_function(walk: Walk) -> bool:
         return True
     if name == "aten.exp":
         return _exponential(walk)
-    activation = _ACTIVATIONS.get(name)
-    if name == "aten.gelu":
-        activation = "gelu_tanh" if argument(node, "approximate") == "tanh" else "gelu"
+    activation = ACTIVATIONS.get(name)
+    if name == "aten.gelu" and argument(node, "approximate") == "tanh":
+        activation = "gelu_tanh"
     if name == "aten.leaky_relu" and argument(node, "negative_slope") == _LEAKY_SLOPE:
         activation = "leaky_relu"
     if activation is not None:

@@ -93,6 +93,8 @@ def over_scores(run: Traced, x: Tensor, node: fx.Node, exprs: Exprs, sizes: Sequ
 
 
 def _joined(run: Traced, values: Mapping[fx.Node, Tensor], joined: Joined, sizes: Sequence[int]) -> Tensor:
+    if not isinstance(values[joined.node], Tensor):
+        return torch.tensor(float(values[joined.node]), dtype=torch.float64)  # type: ignore[arg-type]
     return over_scores(run, values[joined.node], joined.node, joined.exprs, sizes)
 
 

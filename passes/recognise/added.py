@@ -1,0 +1,73 @@
+"""What a tensor that is added to the scores consists of: masks (0 or very negative) and biases.
+
+T5 adds its causal mask to the relative position bias once, and the sum to the scores of every layer: sums are looked into.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import fx
+
+from gemopt.graph import terms as t
+from gemopt.graph.attention import additive_mask
+from gemopt.graph.facts import Analysis
+from gemopt.graph.slots import Exprs, argument, op_name
+from gemopt.graph.terms import Term
+from gemopt.passes.recognise.walk import CASTS, VIEWS, compose
+
+_MOST_SUMMANDS = 8
+Summand = tuple[fx.Node, Exprs]
+
+
+@dataclass(frozen=True)
+class Added:
+    """``allowed`` and ``fill`` of the masks among the summands, and the summands that are biases."""
+
+    allowed: Term
+    fill: float
+    biases: tuple[Summand, ...]
+
+
+def read_added(known: Analysis, node: fx.Node, exprs: Exprs, largest_fill: float) -> Added:
+    """Split ``node`` where that separates a mask whose fill is at most ``largest_fill``; else it is one bias."""
+    parts = _summands(known, node, exprs)
+    masks = [_mask_of(known, part, largest_fill) for part in parts]
+    if all(m is None for m in masks):
+        return Added(t.TRUE, -float("inf"), ((node, exprs),))
+    found = [m for m in masks if m is not None]
+    return Added(
+        t.and_(*(allowed for allowed, _ in found)), max(fill for _, fill in found),
+        tuple(part for part, m in zip(parts, masks, strict=True) if m is None),
+    )  # fmt: skip
+
+
+def _mask_of(known: Analysis, part: Summand, largest_fill: float) -> tuple[Term, float] | None:
+    term = over_scores(known, *part)
+    mask = None if term is None else additive_mask(term)
+    return mask if mask is not None and mask[1] <= largest_fill else None
+
+
+def over_scores(known: Analysis, node: fx.Node, exprs: Exprs) -> Term | None:
+    """The value of a tensor over the score slots."""
+    value = known.value(node)
+    if value is None or any(exprs[s] is None for s in value.slots):
+        return None
+    return t.substitute(value, {s: exprs[s] for s in value.slots})  # type: ignore[misc]
+
+
+def _summands(known: Analysis, node: fx.Node, exprs: Exprs) -> list[Summand]:
+    parts: list[Summand] = []
+    stack: list[Summand] = [(node, exprs)]
+    while stack and len(parts) + len(stack) < _MOST_SUMMANDS:
+        at, over = stack.pop()
+        info, name = known.info(at), op_name(at)
+        whole = known.value(at) is not None  # a mask as it is
+        if not whole and name == "aten.add" and argument(at, "alpha", 1) == 1 and len(info.accesses) == 2:
+            stack += [(a.operand, compose(a, over)) for a in info.accesses]
+        elif not whole and (info.kind in VIEWS or name in CASTS):
+            (access,) = info.accesses[:1]
+            stack.append((access.operand, compose(access, over)))
+        else:
+            parts.append((at, over))
+    return parts + stack

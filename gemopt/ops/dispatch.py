@@ -1,4 +1,7 @@
-"""Which kernel runs an op: by the device of its first tensor.
+"""Which kernel runs an op: by the device of its first tensor, its capability and the call.
+
+Three tiers: the CPU's, the portable Triton kernels, and the Gluon kernels for compute capability 9.0, which take the
+calls that `gemopt.kernels.gluon.attention.refusal` has no objection to. `GEMOPT_TIER=portable` leaves the last out.
 
 `GEMOPT_FORCE_TRITON=1` sends CPU tensors to the Triton kernels; with `TRITON_INTERPRET=1` these then run under Triton's
 interpreter, which is how the kernels are tested without a GPU.
@@ -7,9 +10,11 @@ interpreter, which is how the kernels are tested without a GPU.
 import os
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from gemopt.kernels.cpu import attention as cpu
+from gemopt.kernels.spec import AttentionSpec
 
 Forward = Callable[..., tuple[Tensor, Tensor]]
 Backward = Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]]
@@ -28,6 +33,51 @@ def attention_kernels(q: Tensor) -> tuple[Forward, Backward]:
     """
     if not use_triton(q):
         return cpu.forward, cpu.backward
-    from gemopt.kernels.triton import jagged_attention as kernels  # triton is absent on some CPU installs
+    return _forward, _backward
 
-    return kernels.forward, kernels.backward
+
+def _is_hopper(x: Tensor) -> bool:
+    return (
+        x.device.type == "cuda"
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(x.device) == (9, 0)
+        and os.environ.get("GEMOPT_TIER") != "portable"
+    )
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+    # Imported here: triton is absent on some CPU installs, and Gluon is of use on one kind of device.
+    from gemopt.kernels.triton import block_attention as blocks
+    from gemopt.kernels.triton import jagged_attention as portable
+
+    if spec.block_size and blocks.refusal(q, k, v, spec) is None:
+        return blocks.forward(q, k, v, spec)
+    if _is_hopper(q):
+        from gemopt.kernels.gluon import attention as hopper
+
+        if hopper.refusal(q, k, v, spec) is None:
+            return hopper.forward(q, k, v, spec)
+    return portable.forward(q, k, v, spec)
+
+
+def _backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor | None,
+    lse: Tensor | None,
+    spec: AttentionSpec,
+    bias_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    from gemopt.kernels.triton import block_attention as blocks
+    from gemopt.kernels.triton import jagged_attention as portable
+
+    if spec.block_size and lse is not None and blocks.refusal(q, k, v, spec) is None:
+        return *blocks.backward(dout, q, k, v, lse, spec), None
+    if _is_hopper(q) and not bias_grad:
+        from gemopt.kernels.gluon import attention as hopper
+
+        if hopper.refusal(q, k, v, spec, backward=True) is None:
+            return *hopper.backward(dout, q, k, v, out, lse, spec), None
+    return portable.backward(dout, q, k, v, out, lse, spec, bias_grad)

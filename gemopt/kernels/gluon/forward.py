@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from gemopt.kernels.gluon.parts import Band, as_matrix, load_tile, new_ring, store_rows
+from gemopt.kernels.gluon.parts import Band, as_matrix, load_tile, new_ring, store_rows, zero_if_empty
 from gemopt.kernels.gluon.scores import SOFTMAX, units
 
 M = gl.constexpr(64)  # query rows of one warpgroup: one wgmma tile
@@ -65,7 +65,7 @@ def weights(s, top, total, x, y, q_len, k_len, scale, band, ACT: gl.constexpr):
         return p, new_top, total * decay + gl.sum(p, 1), decay
     else:
         p = units(s, scale, ACT)
-        if band.BEFORE or band.AFTER:
+        if band.MASKED:
             if band.cuts(x, M, y, ROWS_K, q_len, k_len):
                 p = gl.where(band.sees(x, M, y, ROWS_K, q_len, k_len, layout), p, 0.0)
         return p, top, total, total
@@ -153,7 +153,7 @@ def consume(
             lse = (top * scale + gl.log2(total)) * LN2  # -inf where nothing is seen
             gl.store(lse_ptr + (q_start + rows).to(gl.int64) * heads + head, lse, mask=rows < q_len)
         else:
-            acc = acc * out_scale
+            acc = zero_if_empty(acc * out_scale, k_len)
         as_matrix(q_box).store(acc.to(dtype))
         fence_async_shared()
         store_rows(out_desc, q_box, q_start, q_len, x, head * DV)
@@ -196,7 +196,7 @@ def attention_forward(
     k = new_ring(k_desc, STAGES, 1, PARTS)
     v = new_ring(v_desc, STAGES, 1, PARTS)
     fence_async_shared()
-    band = Band(before, after, BEFORE, AFTER, BOTTOM_RIGHT, ACT == SOFTMAX)
+    band = Band(before, after, BEFORE, AFTER, BOTTOM_RIGHT, ACT == SOFTMAX, False)
     # fmt: off
     if PARTS == 1:
         gl.warp_specialize([

@@ -12,13 +12,16 @@ from functools import cache
 from typing import Any
 
 import torch
+import triton
 import triton.experimental.gluon.language as gl
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from gemopt.kernels.gluon import scores
+from gemopt.kernels.gluon.backward import attention_backward, row_statistics
 from gemopt.kernels.gluon.forward import attention_forward
-from gemopt.kernels.gluon.tiles import TileList, tile_list
+from gemopt.kernels.gluon.fused import attention_backward_fused
+from gemopt.kernels.triton.tiles import TileList, tile_list
 
 LOG2E = math.log2(math.e)
 NAMES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
@@ -58,6 +61,17 @@ class ForwardConfig:
     registers: int = 240
 
 
+@dataclass(frozen=True)
+class SideConfig:
+    """One kernel of the backward: 128 stationary rows, `rows` streamed rows, tiles in flight of either."""
+
+    rows: int = 64
+    stages: int = 2
+    x_stages: int = 1
+    early_wait: bool = True
+    registers: int = 240
+
+
 def box_layout(columns: int, bits: int = 16) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout(min(128, columns * bits // 8), bits, 4)
 
@@ -78,7 +92,12 @@ def descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
 def rows_of(x: Tensor) -> Tensor:
     """x with heads side by side in each row, rows and start aligned to 16 bytes, as TMA wants it."""
     aligned = x.stride(0) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
-    if x.stride(2) == 1 and (x.stride(1) == x.shape[2] or x.shape[1] == 1) and aligned and x.stride(0) >= x.shape[1] * x.shape[2]:
+    if (
+        x.stride(2) == 1
+        and (x.stride(1) == x.shape[2] or x.shape[1] == 1)
+        and aligned
+        and x.stride(0) >= x.shape[1] * x.shape[2]
+    ):
         return x
     return x.clone(memory_format=torch.contiguous_format)
 
@@ -89,7 +108,7 @@ def programs(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def softmax_scales(call: Call, dtype: torch.dtype) -> tuple[float, float, float]:
+def forward_scales(call: Call, dtype: torch.dtype) -> tuple[float, float, float]:
     """scale and prescale of the scores, factor of the output.
 
     fp16 has no room for units that lack their factor (relu² of a raw score overflows), so there the scores are scaled
@@ -106,7 +125,7 @@ def forward_arguments(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tiles: TileList, call: Call, cfg: ForwardConfig
 ) -> dict[str, Any]:
     (_, heads, d), (_, kv_heads, dv) = q.shape, v.shape
-    scale, prescale, out_scale = softmax_scales(call, q.dtype)
+    scale, prescale, out_scale = forward_scales(call, q.dtype)
     return {
         "q_desc": descriptor(q, M, d),
         "k_desc": descriptor(k, cfg.keys, d),
@@ -133,13 +152,121 @@ def forward_arguments(
     }
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, k_offsets: Tensor, call: Call, cfg: ForwardConfig
-) -> tuple[Tensor, Tensor]:
-    """out `[Tq, H, Dv]`, and lse fp32 `[Tq, H]` (empty unless softmax)."""
-    q, k, v = rows_of(q), rows_of(k), rows_of(v)
-    out = torch.empty((q.shape[0], q.shape[1], v.shape[2]), dtype=q.dtype, device=q.device)
-    lse = torch.empty(out.shape[:2] if call.act == 0 else (1,), dtype=torch.float32, device=q.device)
-    tiles = tile_list(q_offsets, k_offsets, q.shape[0], cfg.parts * M)
+def run_forward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tiles: TileList, call: Call, cfg: ForwardConfig
+) -> None:
+    """Fill out `[Tq, H, Dv]` and, for softmax, lse fp32 `[Tq, H]`."""
     attention_forward[(programs(q.device.index or 0),)](**forward_arguments(q, k, v, out, lse, tiles, call, cfg))
-    return out, lse
+
+
+def backward_scales(call: Call, dtype: torch.dtype) -> tuple[float, float, float, float]:
+    """scale and prescale of the scores, factors of dS (for dQ and dK) and of dV."""
+    if call.act == 0:
+        return call.scale * LOG2E, 1.0, call.scale, 1.0
+    if dtype == torch.float16:
+        ds_scale = call.post_scale * call.scale * scores.slope_factor(call.act, 1.0)
+        return 1.0, call.scale, ds_scale, call.post_scale * scores.unit_factor(call.act, 1.0)
+    ds_scale, dv_scale = scores.slope_factor(call.act, call.scale), scores.unit_factor(call.act, call.scale)
+    return call.scale, 1.0, call.post_scale * ds_scale, call.post_scale * dv_scale
+
+
+def side_arguments(
+    x: tuple[Tensor, Tensor],
+    y: tuple[Tensor, Tensor],
+    grads: tuple[Tensor, Tensor],
+    stats: Tensor,
+    tiles: TileList,
+    call: Call,
+    cfg: SideConfig,
+    key_side: bool,
+) -> dict[str, Any]:
+    """Arguments of `attention_backward`; x, y and grads are (Q, dO), (K, V), (dQ, dQ) or (K, V), (Q, dO), (dK, dV)."""
+    (x1, x2), (y1, y2) = x, y
+    d, dv = x1.shape[2], x2.shape[2]
+    heads, others = x1.shape[1], y1.shape[1]
+    scale, prescale, ds_scale, dv_scale = backward_scales(call, x1.dtype)
+    return {
+        "x1_desc": descriptor(x1, M, d),
+        "x2_desc": descriptor(x2, M, dv),
+        "y1_desc": descriptor(y1, cfg.rows, d),
+        "y2_desc": descriptor(y2, cfg.rows, dv),
+        "d1_desc": descriptor(grads[0], M, d),
+        "d2_desc": descriptor(grads[1], M, grads[1].shape[2]),
+        "stats": stats,
+        "q_rows": (y1 if key_side else x1).shape[0],
+        "tiles": tiles.records,
+        "count": tiles.count,
+        "heads": heads,
+        "sharing": max(heads, others) // min(heads, others),
+        "scale": scale,
+        "prescale": prescale,
+        "ds_scale": ds_scale,
+        "dv_scale": dv_scale,
+        **call.band(key_side),
+        "KEY_SIDE": key_side,
+        "D": d,
+        "DV": dv,
+        "ACT": call.act,
+        "X_STAGES": cfg.x_stages,
+        "STAGES": cfg.stages,
+        "EARLY_WAIT": cfg.early_wait,
+        "REGISTERS": cfg.registers,
+        "num_warps": 4,
+    }
+
+
+def statistics(out: Tensor, dout: Tensor, lse: Tensor, scale: float) -> Tensor:
+    """fp32 `[2, H, Tq]`, see `row_statistics`."""
+    rows, heads, dv = out.shape
+    stats = torch.empty((2, heads, rows), dtype=torch.float32, device=out.device)
+    block = 32
+    row_statistics[(triton.cdiv(rows, block), heads)](
+        out, dout, lse, stats, rows, heads, out.stride(0), dout.stride(0), scale, DV=dv, BLOCK=block, num_warps=4
+    )
+    return stats
+
+
+def run_side(
+    x: tuple[Tensor, Tensor],
+    y: tuple[Tensor, Tensor],
+    grads: tuple[Tensor, Tensor],
+    stats: Tensor,
+    tiles: TileList,
+    call: Call,
+    cfg: SideConfig,
+    key_side: bool,
+) -> None:
+    """One side of the two-kernel backward: fills the gradients of x. See `side_arguments`."""
+    arguments = side_arguments(x, y, grads, stats, tiles, call, cfg, key_side)
+    attention_backward[(programs(x[0].device.index or 0),)](**arguments)
+
+
+def fused_arguments(
+    x: tuple[Tensor, Tensor],
+    y: tuple[Tensor, Tensor],
+    grads: tuple[Tensor, Tensor],
+    dq32: Tensor,
+    stats: Tensor,
+    tiles: TileList,
+    call: Call,
+    cfg: SideConfig,
+) -> dict[str, Any]:
+    """Arguments of `attention_backward_fused`; dq32 is fp32 zeros `[Tq, H, D]`."""
+    arguments = side_arguments(x, y, grads, stats, tiles, call, cfg, True)
+    del arguments["KEY_SIDE"]
+    return arguments | {"dq_desc": descriptor(dq32, cfg.rows, dq32.shape[2] // 2)}
+
+
+def run_fused(
+    x: tuple[Tensor, Tensor],
+    y: tuple[Tensor, Tensor],
+    grads: tuple[Tensor, Tensor],
+    dq32: Tensor,
+    stats: Tensor,
+    tiles: TileList,
+    call: Call,
+    cfg: SideConfig,
+) -> None:
+    """The fused backward: fills grads (dK, dV) and adds to dq32, whose last bits may differ between runs."""
+    arguments = fused_arguments(x, y, grads, dq32, stats, tiles, call, cfg)
+    attention_backward_fused[(programs(x[0].device.index or 0),)](**arguments)

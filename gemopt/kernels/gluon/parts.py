@@ -83,6 +83,52 @@ def new_ring(desc, STAGES: gl.constexpr, PARTS: gl.constexpr, CONSUMERS: gl.cons
     return Ring(data, full, empty, STAGES, PARTS)
 
 
+@aggregate
+class Columns:
+    """Two fp32 numbers for every streamed row, beside the boxes of a ring and released with them."""
+
+    first: gl.shared_memory_descriptor
+    second: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    STAGES: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, first, second, full, STAGES):
+        self.first = first
+        self.second = second
+        self.full = full
+        self.STAGES = gl.constexpr(STAGES)
+
+    @gluon.jit
+    def fill(self, i, first_ptr, second_ptr, row, length, first_other):
+        """Producer (one warp): rows `row` and on of a sequence that starts at the pointers; `first_other`, 0 past it."""
+        ROWS_Y: gl.constexpr = self.first.shape[1]
+        r = row + gl.arange(0, ROWS_Y, layout=gl.BlockedLayout([ROWS_Y // 32], [32], [1], [0]))
+        first = gl.load(first_ptr + r, mask=r < length, other=first_other)
+        second = gl.load(second_ptr + r, mask=r < length, other=0.0)
+        slot = i % self.STAGES
+        self.first.index(slot).store(first)
+        self.second.index(slot).store(second)
+        mbarrier.arrive(self.full.index(slot), count=1)
+
+    @gluon.jit
+    def read(self, i, layout: gl.constexpr):
+        slot = i % self.STAGES
+        mbarrier.wait(self.full.index(slot), (i // self.STAGES) & 1)
+        return self.first.index(slot).load(layout), self.second.index(slot).load(layout)
+
+
+@gluon.jit
+def new_columns(STAGES: gl.constexpr, ROWS_Y: gl.constexpr):
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    first = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS_Y], plain)
+    second = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS_Y], plain)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+    return Columns(first, second, full, STAGES)
+
+
 @gluon.jit
 def load_rows(desc, box, barrier, start, length, row, column):
     tma.async_copy_global_to_shared(desc, [ROWS, start + length, ROWS - length + row, column], barrier, box)
@@ -91,6 +137,24 @@ def load_rows(desc, box, barrier, start, length, row, column):
 @gluon.jit
 def store_rows(desc, box, start, length, row, column):
     tma.async_copy_shared_to_global(desc, [ROWS, start + length, ROWS - length + row, column], box)
+
+
+@gluon.jit
+def zero_if_empty(values, y_len):
+    """`values`, or zeros if nothing was streamed: a sum over nothing is 0 also where the stationary rows hold NaN."""
+    if y_len <= 0:
+        values = gl.zeros_like(values)
+    return values
+
+
+@gluon.jit
+def placed(values, like):
+    """`values` broadcast to `like`, in registers of their own from here on.
+
+    An accumulator that starts from repeated values is otherwise copied just before its product starts; between two
+    asynchronous products that copy makes ptxas wait for the first (C7517).
+    """
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [like + values], dtype=gl.float32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -108,16 +172,20 @@ class Band:
     BEFORE: gl.constexpr
     AFTER: gl.constexpr
     BOTTOM_RIGHT: gl.constexpr
-    TAIL: gl.constexpr  # rows past y_len must be masked: their zeros would count
+    TAIL: gl.constexpr  # streamed rows past y_len must be masked: their zeros would count
+    X_TAIL: gl.constexpr  # likewise stationary rows past x_len
+    MASKED: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, before, after, BEFORE, AFTER, BOTTOM_RIGHT, TAIL):
+    def __init__(self, before, after, BEFORE, AFTER, BOTTOM_RIGHT, TAIL, X_TAIL):
         self.before = before
         self.after = after
         self.BEFORE = gl.constexpr(BEFORE)
         self.AFTER = gl.constexpr(AFTER)
         self.BOTTOM_RIGHT = gl.constexpr(BOTTOM_RIGHT)
         self.TAIL = gl.constexpr(TAIL)
+        self.X_TAIL = gl.constexpr(X_TAIL)
+        self.MASKED = gl.constexpr(BEFORE or AFTER or TAIL or X_TAIL)
 
     @gluon.jit
     def span(self, first, ROWS_X: gl.constexpr, x_len, y_len, ROWS_Y: gl.constexpr):
@@ -152,14 +220,19 @@ class Band:
             cut = cut | (y + (ROWS_Y - 1) > x + shift + self.after)
         if self.TAIL:
             cut = cut | (y + ROWS_Y > y_len)
+        if self.X_TAIL:
+            cut = cut | (x + ROWS_X > x_len)
         return cut
 
     @gluon.jit
     def sees(self, x, ROWS_X: gl.constexpr, y, ROWS_Y: gl.constexpr, x_len, y_len, layout: gl.constexpr):
         """bool [ROWS_X, ROWS_Y] of the tile at rows x, y."""
-        xs = (x + self.shift(x_len, y_len) + gl.arange(0, ROWS_X, layout=gl.SliceLayout(1, layout)))[:, None]
+        xs = (x + gl.arange(0, ROWS_X, layout=gl.SliceLayout(1, layout)))[:, None]
         ys = (y + gl.arange(0, ROWS_Y, layout=gl.SliceLayout(0, layout)))[None, :]
         seen = ys < y_len
+        if self.X_TAIL:
+            seen = seen & (xs < x_len)
+        xs += self.shift(x_len, y_len)
         if self.BEFORE:
             seen = seen & (ys >= xs - self.before)
         if self.AFTER:

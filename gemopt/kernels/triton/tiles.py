@@ -81,8 +81,11 @@ def build_tiles(
         tl.store(count_ptr, tl.minimum(everything, capacity))
 
 
-def tile_list(x_offsets: Tensor, y_offsets: Tensor, x_rows: int, block: int) -> TileList:
-    """Tiles of `block` stationary rows. Offsets int32 or int64 `[B + 1]`; `x_rows` is the size of the packed axis."""
+def tile_list(x_offsets: Tensor, y_offsets: Tensor, x_rows: int, block: int, in_order: bool = False) -> TileList:
+    """Tiles of `block` stationary rows. Offsets int32 or int64 `[B + 1]`; `x_rows` is the size of the packed axis.
+
+    `in_order` lists sequence by sequence, for work that is equal in all tiles.
+    """
     batch = x_offsets.shape[0] - 1
     capacity = x_rows // block + batch + 1
     records = torch.empty((capacity, 8), dtype=torch.int32, device=x_offsets.device)
@@ -96,7 +99,7 @@ def tile_list(x_offsets: Tensor, y_offsets: Tensor, x_rows: int, block: int) -> 
         x_rows,
         capacity,
         BLOCK=block,
-        SORT=batch <= SORTED_BATCH,
+        SORT=batch <= SORTED_BATCH and not in_order,
         OWN=OWN,
         CHUNK=256,
         num_warps=4,

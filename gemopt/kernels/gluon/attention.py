@@ -1,0 +1,134 @@
+"""Attention on sm_90 by the Gluon kernels: which calls they take, and how a call becomes launches.
+
+Per-head score functions are launched run by run: heads of one function that stand side by side are a view of the packed
+tensors, and a launch writes its own heads of the result.
+"""
+
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from gemopt.kernels.gluon import launch, scores, table
+from gemopt.kernels.gluon.launch import Call
+from gemopt.kernels.spec import SOFTMAX, AttentionSpec
+
+MAX_ROWS = 1 << 30  # of a ragged descriptor
+
+
+def refusal(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, backward: bool = False) -> str | None:
+    """Why these kernels do not take a call; None if they do."""
+    if q.device.type != "cuda" or torch.version.hip is not None:
+        return f"needs a CUDA device, got {q.device.type}"
+    if torch.cuda.get_device_capability(q.device) != (9, 0):
+        return "needs compute capability 9.0"
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return f"needs bf16 or fp16, got {q.dtype}"
+    return _unsupported_form(q, k, v, spec) or _unsupported_shape(q, k, v, spec, backward)
+
+
+def _unsupported_form(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> str | None:
+    if spec.bias is not None or spec.mask is not None:
+        return "has no bias and no mask"
+    if spec.dropout_p > 0:
+        return "has no dropout"
+    if spec.masked and (spec.q_positions is not None or spec.k_positions is not None):
+        return "counts rows, has no positions"
+    if spec.block_size:
+        return "has no blocks"
+    if spec.scale <= 0:
+        return f"needs a positive scale, got {spec.scale}"
+    sharing = q.shape[1] // max(k.shape[1], 1)
+    if any(first % sharing or heads % sharing for _, first, heads in runs(spec, q.shape[1])):
+        return "needs one score function for the query heads of one key head"
+    return None
+
+
+def _unsupported_shape(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, backward: bool) -> str | None:
+    if q.shape[2] != v.shape[2]:
+        return f"needs equal head dims, got {q.shape[2]} and {v.shape[2]}"
+    if 0 in q.shape or 0 in k.shape or spec.q_offsets.shape[0] < 2:
+        return "needs rows and sequences"
+    if max(q.shape[0], k.shape[0]) >= MAX_ROWS:
+        return f"needs fewer than 2^30 rows, got {max(q.shape[0], k.shape[0])}"
+    shape = shape_of(q, spec)
+    if table.forward_config(shape) is None or (backward and table.backward_form(shape, False) is None):
+        return f"has no configuration for {shape}"
+    return None
+
+
+def shape_of(q: Tensor, spec: AttentionSpec) -> table.Shape:
+    return table.Shape(q.shape[2], spec.softmax, spec.masked, spec.max_q, spec.max_k)
+
+
+def runs(spec: AttentionSpec, heads: int) -> list[tuple[str, int, int]]:
+    """(score function, first head, heads) of neighbouring heads with one function."""
+    if len(spec.activations) == 1:
+        return [(spec.activations[0], 0, heads)]
+    found, first = [], 0
+    for name, group in groupby(spec.activations):
+        size = len(list(group))
+        found.append((name, first, size))
+        first += size
+    return found
+
+
+def call_of(name: str, spec: AttentionSpec, dtype: torch.dtype) -> Call:
+    left, right = spec.window
+    if spec.causal:
+        right = 0
+    post_scale = 1.0 if name == SOFTMAX else spec.post_scale
+    return Call(scores.code(name, dtype), spec.scale, post_scale, left, right, spec.bottom_right)
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+    """out `[Tq, H, D]`, lse fp32 `[Tq, H]` (`[0, H]` unless softmax). Ask `refusal` first."""
+    q, k, v = (launch.rows_of(x) for x in (q, k, v))
+    heads, sharing = q.shape[1], q.shape[1] // k.shape[1]
+    cfg = table.forward_config(shape_of(q, spec))
+    assert cfg is not None
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty((q.shape[0] if spec.softmax else 0, heads), dtype=torch.float32, device=q.device)
+    tiles = launch.tile_list(spec.q_offsets, spec.k_offsets, q.shape[0], cfg.parts * launch.M)
+    for name, first, size in runs(spec, heads):
+        own, shared = slice(first, first + size), slice(first // sharing, (first + size) // sharing)
+        call = call_of(name, spec, q.dtype)
+        launch.run_forward(q[:, own], k[:, shared], v[:, shared], out[:, own], lse, tiles, call, cfg)
+    return out, lse
+
+
+def backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, lse: Tensor | None, spec: AttentionSpec
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v. `torch.use_deterministic_algorithms` selects the form without atomic additions."""
+    dout, q, k, v = (launch.rows_of(x) for x in (dout, q, k, v))
+    heads, sharing = q.shape[1], q.shape[1] // k.shape[1]
+    shape = shape_of(q, spec)
+    form = table.backward_form(shape, torch.are_deterministic_algorithms_enabled())
+    fused = form == "fused"
+    grads = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device) if fused else grads[0]
+    stats = dout  # a pointer that nobody reads, unless softmax
+    if spec.softmax:
+        assert out is not None and lse is not None
+        stats = launch.statistics(launch.rows_of(out), dout, lse, spec.scale)
+    q_tiles = k_tiles = launch.tile_list(spec.k_offsets, spec.q_offsets, k.shape[0], 2 * launch.M)
+    if not fused:
+        q_tiles = launch.tile_list(spec.q_offsets, spec.k_offsets, q.shape[0], 2 * launch.M)
+    for name, first, size in runs(spec, heads):
+        own, shared = slice(first, first + size), slice(first // sharing, (first + size) // sharing)
+        call = call_of(name, spec, q.dtype)
+        x, y = (k[:, shared], v[:, shared]), (q[:, own], dout[:, own])
+        dkdv = grads[1][:, shared], grads[2][:, shared]
+        if fused:
+            launch.run_fused(x, y, dkdv, dq[:, own], stats, k_tiles, call, _side("fused", shape))
+        else:
+            launch.run_side(y, x, (dq[:, own], dq[:, own]), stats, q_tiles, call, _side("query_side", shape), False)
+            launch.run_side(x, y, dkdv, stats, k_tiles, call, _side("key_side", shape), True)
+    return (dq.to(q.dtype) if fused else dq), grads[1], grads[2]
+
+
+def _side(kernel: str, shape: table.Shape) -> launch.SideConfig:
+    cfg = table.side_config(kernel, shape)
+    assert cfg is not None
+    return cfg

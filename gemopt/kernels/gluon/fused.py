@@ -1,0 +1,222 @@
+"""Warp-specialised backward on sm_90 in one kernel: five products, dQ added up by TMA in fp32.
+
+As `key_side` of backward.py, a tile owns 128 keys, 64 for each of two warpgroups, and walks over the queries:
+
+    Sᵀ = K Qᵀ,  dPᵀ = V dOᵀ,  dV += Pᵀ dO,  dK += dSᵀ Q,  dQ_tile = dS K
+
+dQ_tile needs the dS of both warpgroups. Each stores its half in shared memory and, one step later, multiplies both
+halves with its own half of K's columns, and adds the result to the fp32 dQ in global memory with TMA's reduction. The
+order of these additions is not fixed, so dQ of sequences with more than two key tiles may differ in its last bits from
+run to run; dK and dV do not.
+
+dS lives in a ring of four slots without `empty` barriers: a warpgroup that stores dS of step i has seen the other's dS
+of step i - 2, and the other may still read that of step i - 3.
+"""
+
+from triton._C.libtriton import ir
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from gemopt.kernels.gluon.backward import produce, weights_and_slopes
+from gemopt.kernels.gluon.parts import (
+    ROWS,
+    Band,
+    as_matrix,
+    load_tile,
+    new_columns,
+    new_ring,
+    placed,
+    store_rows,
+    zero_if_empty,
+)
+from gemopt.kernels.gluon.scores import SOFTMAX
+
+M = gl.constexpr(64)
+SLOTS = gl.constexpr(4)
+
+
+@builtin
+def _reduce_add(desc, coordinates, source, _semantic=None):
+    """TMA addition of a shared-memory box to global memory; the compiler has it, Gluon does not export it."""
+    coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coordinates, source.handle)
+
+
+@gluon.jit
+def start_query_gradient(part: gl.constexpr, keys, slots, ready, turn, step, zero):
+    """Start dQ of step `step`, this warpgroup's half of the columns: dS of both halves of the keys times K."""
+    HALF: gl.constexpr = zero.shape[1]
+    slot = step % SLOTS
+    mbarrier.wait(ready.index(slot), (step // SLOTS) & 1)
+    upper = as_matrix(keys.box(turn, 0)).slice(part * HALF, HALF, dim=1)
+    lower = as_matrix(keys.box(turn, 1)).slice(part * HALF, HALF, dim=1)
+    started = warpgroup_mma(slots.index(slot * 2).permute([1, 0]), upper, zero, use_acc=False, is_async=True)
+    return warpgroup_mma(slots.index(slot * 2 + 1).permute([1, 0]), lower, started, is_async=True)
+
+
+@gluon.jit
+def add_query_gradient(part: gl.constexpr, dq_desc, stage, dq, q_start, q_len, row, column):
+    """Add the tile to rows `row` and on of dQ."""
+    box = stage.index(part)
+    tma.store_wait(0)  # the last addition has read the box
+    as_matrix(box).store(dq)
+    fence_async_shared()
+    _reduce_add(dq_desc, [ROWS, q_start + q_len, ROWS - q_len + row, column + part * dq.shape[1]], box)
+
+
+@gluon.jit
+def consume(
+    part: gl.constexpr, dq_desc, dk_desc, dv_desc, x1, x2, y1, y2, columns, slots, ready, stage, tiles, count, heads, sharing,
+    scale, prescale, ds_scale, dv_scale, band, D: gl.constexpr, DV: gl.constexpr, ACT: gl.constexpr,
+    EARLY_WAIT: gl.constexpr,
+):  # fmt: skip
+    ROWS_Q: gl.constexpr = y1.data.shape[3]
+    dtype: gl.constexpr = x1.data.dtype
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS_Q, 16])
+    k_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    v_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
+    q_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D // 2, 16])
+    zero = gl.zeros([M, ROWS_Q], gl.float32, s_layout)
+    zero_q = gl.zeros([ROWS_Q, D // 2], gl.float32, q_layout)
+    item = 0
+    turn = 0
+    for t in range(gl.program_id(0), gl.load(count) * heads, gl.num_programs(0)):
+        head = t % heads
+        first, k_start, k_len, q_start, q_len = load_tile(tiles, t // heads)
+        x = first + part * M
+        low, n = band.span(first, x1.PARTS * M, k_len, q_len, ROWS_Q)
+        dk = gl.zeros([M, D], gl.float32, k_layout)
+        dv = gl.zeros([M, DV], gl.float32, v_layout)
+        v_box = x2.box(turn, part)
+        k = as_matrix(x1.box(turn, part))
+        v = as_matrix(v_box)
+        x1.wait_full(turn)
+        x2.wait_full(turn)
+        y = low
+        q_head = head * sharing
+        for step in range(n * sharing):
+            last_y = y
+            last_head = q_head
+            y = low + (step % n) * ROWS_Q
+            q_head = head * sharing + step // n
+            s0 = zero
+            dp0 = zero
+            if ACT == SOFTMAX:
+                lse, delta = columns.read(item, gl.SliceLayout(0, s_layout))
+                s0 = placed(lse[None, :], zero)
+                dp0 = placed(delta[None, :], zero)
+            y1.wait_full(item)
+            y2.wait_full(item)
+            s_ = warpgroup_mma(k, as_matrix(y1.box(item)).permute([1, 0]), s0, use_acc=ACT == SOFTMAX, is_async=True)
+            dp_ = warpgroup_mma(v, as_matrix(y2.box(item)).permute([1, 0]), dp0, use_acc=ACT == SOFTMAX, is_async=True)
+            if EARLY_WAIT:
+                s = warpgroup_mma_wait(1, [s_])
+                p32, slope = weights_and_slopes(s, x, y, k_len, q_len, scale, prescale, band, ACT)
+                p = gl.convert_layout(p32.to(dtype), gl.DotOperandLayout(0, v_layout, 2))
+                y2.wait_full(item)  # completed: ends the basic block (see forward.py)
+                dp = warpgroup_mma_wait(0, [dp_])
+            else:
+                s, dp = warpgroup_mma_wait(0, [s_, dp_])
+                p32, slope = weights_and_slopes(s, x, y, k_len, q_len, scale, prescale, band, ACT)
+                p = gl.convert_layout(p32.to(dtype), gl.DotOperandLayout(0, v_layout, 2))
+            ds16 = (slope * dp).to(dtype)
+            slots.index((item % SLOTS) * 2 + part).store(ds16)
+            fence_async_shared()
+            mbarrier.arrive(ready.index(item % SLOTS), count=1)
+            ds = gl.convert_layout(ds16, gl.DotOperandLayout(0, k_layout, 2))
+            # The last step's dQ goes first: while it is stored, dV and dK are computed.
+            if step > 0:
+                started = start_query_gradient(part, x1, slots, ready, turn, item - 1, zero_q)
+                dv_ = warpgroup_mma(p, as_matrix(y2.box(item)), dv, is_async=True)
+                dk_ = warpgroup_mma(ds, as_matrix(y1.box(item)), dk, is_async=True)
+                dq = warpgroup_mma_wait(2, [started])
+                add_query_gradient(part, dq_desc, stage, dq * ds_scale, q_start, q_len, last_y, last_head * D)
+                dv, dk, p, ds = warpgroup_mma_wait(0, [dv_, dk_, p, ds])
+            else:
+                dv_ = warpgroup_mma(p, as_matrix(y2.box(item)), dv, is_async=True)
+                dk_ = warpgroup_mma(ds, as_matrix(y1.box(item)), dk, is_async=True)
+                dv, dk, p, ds = warpgroup_mma_wait(0, [dv_, dk_, p, ds])
+            y1.release(item)
+            y2.release(item)
+            item += 1
+        started = start_query_gradient(part, x1, slots, ready, turn, item - 1, zero_q)
+        dq = warpgroup_mma_wait(0, [started])
+        add_query_gradient(part, dq_desc, stage, dq * ds_scale, q_start, q_len, y, q_head * D)
+        # K is read by both warpgroups until their last dQ; V's box is this warpgroup's own, so both gradients leave by it.
+        v.store(zero_if_empty(dv * dv_scale, q_len).to(dtype))
+        fence_async_shared()
+        store_rows(dv_desc, v_box, k_start, k_len, x, head * DV)
+        tma.store_wait(0)
+        v.store(zero_if_empty(dk * ds_scale, q_len).to(dtype))
+        fence_async_shared()
+        store_rows(dk_desc, v_box, k_start, k_len, x, head * D)
+        tma.store_wait(0)
+        x1.release(turn)
+        x2.release(turn)
+        turn += 1
+
+
+@gluon.jit(do_not_specialize=["heads", "sharing", "before", "after", "q_rows"])
+def attention_backward_fused(
+    x1_desc,
+    x2_desc,
+    y1_desc,
+    y2_desc,
+    d1_desc,
+    d2_desc,
+    dq_desc,
+    stats,
+    q_rows,
+    tiles,
+    count,
+    heads,
+    sharing,
+    before,
+    after,
+    scale,
+    prescale,
+    ds_scale,
+    dv_scale,
+    D: gl.constexpr,
+    DV: gl.constexpr,
+    ACT: gl.constexpr,
+    BEFORE: gl.constexpr,
+    AFTER: gl.constexpr,
+    BOTTOM_RIGHT: gl.constexpr,
+    X_STAGES: gl.constexpr,
+    STAGES: gl.constexpr,
+    EARLY_WAIT: gl.constexpr,
+    REGISTERS: gl.constexpr,
+    num_warps: gl.constexpr,
+):
+    """x = (K, V), y = (Q, dO), d = (dK, dV); dq_desc is over fp32 zeros. `heads` are the key heads; D == DV."""
+    PARTS: gl.constexpr = 2
+    ROWS_Q: gl.constexpr = y1_desc.block_type.shape[2]
+    x1 = new_ring(x1_desc, X_STAGES, PARTS, PARTS)
+    x2 = new_ring(x2_desc, X_STAGES, PARTS, PARTS)
+    y1 = new_ring(y1_desc, STAGES, 1, PARTS)
+    y2 = new_ring(y2_desc, STAGES, 1, PARTS)
+    columns = new_columns(STAGES, ROWS_Q)
+    slots = gl.allocate_shared_memory(x1_desc.dtype, [SLOTS * 2, M, ROWS_Q], gl.NVMMASharedLayout(2 * ROWS_Q, 16, 2))
+    stage = gl.allocate_shared_memory(gl.float32, [2] + dq_desc.block_type.shape, dq_desc.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(SLOTS):
+        mbarrier.init(ready.index(i), count=PARTS)
+    fence_async_shared()
+    # Keys past the end have weights exp2(0 - lse), which may be inf and would meet K's zeros in dQ.
+    band = Band(before, after, BEFORE, AFTER, BOTTOM_RIGHT, False, ACT == SOFTMAX)
+    # fmt: off
+    gl.warp_specialize([
+        (consume, (gl.constexpr(0), dq_desc, d1_desc, d2_desc, x1, x2, y1, y2, columns, slots, ready, stage, tiles, count, heads, sharing, scale, prescale, ds_scale, dv_scale, band, D, DV, ACT, EARLY_WAIT)),
+        (consume, (gl.constexpr(1), dq_desc, d1_desc, d2_desc, x1, x2, y1, y2, columns, slots, ready, stage, tiles, count, heads, sharing, scale, prescale, ds_scale, dv_scale, band, D, DV, ACT, EARLY_WAIT)),
+        (produce, (x1_desc, x2_desc, y1_desc, y2_desc, x1, x2, y1, y2, columns, stats, q_rows, tiles, count, heads, sharing, band, gl.constexpr(True), D, DV, ACT)),
+    ], [4, 1], [REGISTERS, 24])
+    # fmt: on

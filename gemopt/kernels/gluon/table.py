@@ -1,0 +1,79 @@
+"""Which configuration a launch takes: a checked-in table (table.json), read row by row, first match wins.
+
+A row holds conditions and a configuration. Conditions that a row leaves out hold always:
+
+    kernel      "forward", "query_side", "key_side", "fused" or "backward" (which form of it: `form`)
+    head_dim    list of head dims
+    softmax     true for jagged_attention, false for gdpa
+    band        whether a window or causal mask is set
+    max_q, max_k   [low, high] bounds of the padded lengths, both ends included
+
+`bench/tune_kernels.py` measures the candidates on a GPU and writes the table. Every configuration in it is compiled in
+the tests, which fail on spills and on serialised products.
+"""
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from gemopt.kernels.gluon.launch import ForwardConfig, SideConfig
+
+PATH = Path(__file__).with_name("table.json")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a choice may depend on."""
+
+    head_dim: int
+    softmax: bool
+    band: bool
+    max_q: int
+    max_k: int
+
+
+@cache
+def rows() -> tuple[dict[str, Any], ...]:
+    return tuple(json.loads(PATH.read_text())["rows"])
+
+
+def matches(row: dict[str, Any], shape: Shape) -> bool:
+    def within(name: str, value: int) -> bool:
+        low, high = row.get(name, (0, value))
+        return low <= value <= high
+
+    return (
+        shape.head_dim in row.get("head_dim", (shape.head_dim,))
+        and row.get("softmax", shape.softmax) == shape.softmax
+        and row.get("band", shape.band) == shape.band
+        and within("max_q", shape.max_q)
+        and within("max_k", shape.max_k)
+    )
+
+
+def lookup(kernel: str, shape: Shape) -> dict[str, Any] | None:
+    """The configuration of the first row for `kernel` that matches; None: the kernel is not for this shape."""
+    for row in rows():
+        if row["kernel"] == kernel and matches(row, shape):
+            return row["config"]
+    return None
+
+
+def forward_config(shape: Shape) -> ForwardConfig | None:
+    found = lookup("forward", shape)
+    return None if found is None else ForwardConfig(**found)
+
+
+def side_config(kernel: str, shape: Shape) -> SideConfig | None:
+    found = lookup(kernel, shape)
+    return None if found is None else SideConfig(**found)
+
+
+def backward_form(shape: Shape, deterministic: bool) -> str | None:
+    """ "fused" or "two"; None: no form of the backward is for this shape."""
+    found = lookup("backward", shape)
+    if found is None:
+        return None
+    return "two" if deterministic else found["form"]

@@ -1,0 +1,102 @@
+"""Every configuration of the selection table compiles for sm_90 within its limits of spills and shared memory.
+
+No GPU is needed (see gemopt/kernels/gluon/aot.py). A C75xx warning means that ptxas serialises wgmma products.
+"""
+
+import importlib.util
+import os
+from typing import Any
+
+import pytest
+import torch
+
+if importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("needs compiled triton", allow_module_level=True)
+
+from gemopt.kernels.gluon import aot, launch, scores, table
+from gemopt.kernels.gluon.backward import attention_backward
+from gemopt.kernels.gluon.forward import attention_forward
+from gemopt.kernels.gluon.fused import attention_backward_fused
+from gemopt.kernels.triton.tiles import TileList
+
+SHARED_MEMORY = 232_448  # bytes a program may use on sm_90
+# Bytes of spill stores and loads. One tile in a long walk spills what its mask needs, outside the unmasked path.
+SPILLS = {"forward": 64, "query_side": 64, "key_side": 256, "fused": 768}
+KERNELS = {
+    "forward": attention_forward,
+    "query_side": attention_backward,
+    "key_side": attention_backward,
+    "fused": attention_backward_fused,
+}
+
+
+def tensors(d: int, dtype: torch.dtype, count: int) -> list[torch.Tensor]:
+    return [torch.zeros(256, 2, d, dtype=dtype) for _ in range(count)]
+
+
+def arguments(kernel: str, config: dict[str, Any], d: int, call: launch.Call, dtype: torch.dtype) -> dict[str, Any]:
+    """A launch of `kernel`, with tensors of the CPU."""
+    q, k, v, dout = tensors(d, dtype, 4)
+    floats = torch.zeros(256, 2, d)
+    tiles = TileList(torch.zeros(8, 8, dtype=torch.int32), torch.zeros(1, dtype=torch.int32), 128)
+    if kernel == "forward":
+        return launch.forward_arguments(q, k, v, dout, floats, tiles, call, launch.ForwardConfig(**config))
+    cfg = launch.SideConfig(**config)
+    if kernel == "fused":
+        return launch.fused_arguments((k, v), (q, dout), (k, v), floats, floats, tiles, call, cfg)
+    key_side = kernel == "key_side"
+    x, y = ((k, v), (q, dout)) if key_side else ((q, dout), (k, v))
+    return launch.side_arguments(x, y, x, floats, tiles, call, cfg, key_side)
+
+
+def cases() -> list[Any]:
+    """Table rows × head dims × (plain, causal window), each with the heaviest score function it is for."""
+    found = []
+    for i, row in enumerate(table.rows()):
+        if row["kernel"] == "backward":
+            continue
+        for d in row["head_dim"]:
+            for softmax in [row["softmax"]] if "softmax" in row else [True, False]:
+                for band in [row["band"]] if "band" in row else [False, True]:
+                    name = f"{i}-{row['kernel']}-{d}-{'softmax' if softmax else 'gelu'}{'-band' if band else ''}"
+                    slow = [] if d == 64 and row["kernel"] == "forward" and not band else [pytest.mark.slow]
+                    found.append(pytest.param(row, d, softmax, band, id=name, marks=slow))
+    return found
+
+
+@pytest.mark.parametrize(("row", "d", "softmax", "band"), cases())
+def test_configuration_compiles(row: dict[str, Any], d: int, softmax: bool, band: bool) -> None:
+    code = 0 if softmax else scores.code("gelu", torch.bfloat16)
+    call = launch.Call(code, 0.1, left=3 if band else -1, right=0 if band else -1, bottom_right=band)
+    kernel = row["kernel"]
+    found = aot.compile_kernel(KERNELS[kernel], arguments(kernel, row["config"], d, call, torch.bfloat16))
+    assert found.spilled <= SPILLS[kernel], f"{found.spilled} bytes spilled"
+    assert found.shared <= SHARED_MEMORY
+    assert not found.warnings, found.warnings
+    assert "wgmma.mma_async" in found.ptx and "setmaxnreg" in found.ptx
+
+
+def test_a_serialised_product_is_seen() -> None:
+    """The gate can fail: 256 streamed keys leave too few registers."""
+    config = {"parts": 2, "keys": 256, "stages": 1, "q_stages": 1}
+    call = launch.Call(scores.code("gelu", torch.bfloat16), 0.1)
+    found = aot.compile_kernel(attention_forward, arguments("forward", config, 128, call, torch.bfloat16))
+    assert found.spilled > SPILLS["forward"] or found.warnings
+
+
+def test_table_gives_every_kernel_a_configuration() -> None:
+    for d in (32, 64, 128):
+        for softmax in (True, False):
+            for band in (True, False):
+                for longest in (1, 64, 192, 2048):
+                    shape = table.Shape(d, softmax, band, longest, longest)
+                    assert table.forward_config(shape) is not None
+                    assert table.backward_form(shape, deterministic=True) == "two"
+                    for kernel in ("query_side", "key_side", "fused"):
+                        assert table.side_config(kernel, shape) is not None
+
+
+def test_table_refuses_other_head_dims() -> None:
+    shape = table.Shape(40, True, False, 64, 64)
+    assert table.forward_config(shape) is None
+    assert table.backward_form(shape, False) is None

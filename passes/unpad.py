@@ -55,6 +55,7 @@ def unpad(captured: Captured, recipe: Any, report: Any) -> Plan | None:
         if bad:
             made = draft(captured.gm, captured.fake_mode, known, [s for s in sites if s not in bad], outputs)
     report_sites(report, captured, made.layout)
+    _report_blind(report, made.blind)
     if made.plan is None:
         return None
     check_outputs(captured, made.plan)
@@ -72,6 +73,7 @@ class Draft:
     live: Live
     layout: Layout
     plan: Plan | None
+    blind: Sequence[Site] = ()  # left alone: a query that is read may see no key
 
 
 def find_sites(gm: fx.GraphModule, known: Analysis) -> tuple[list[Site], list[Miss]]:
@@ -91,15 +93,19 @@ def draft(
     choose: Callable[[Layout], set[fx.Node]] | None = None,
 ) -> Draft:  # fmt: skip
     """Analyse, lay out and write one graph. ``choose`` overrides the cut."""
-    live = Live(gm.graph, known, sites, outputs)
-    layout = Layout(live, sites, choose)
+    live, seeing = Live(gm.graph, known, sites, outputs), list(sites)
+    while not all(map(live.sees_a_key, seeing)):
+        seeing = [s for s in seeing if live.sees_a_key(s)]
+        live = Live(gm.graph, known, seeing, outputs)
+    blind = [s for s in sites if s not in seeing]
+    layout = Layout(live, seeing, choose)
     if not layout.packed:
-        return Draft(live, layout, None)
+        return Draft(live, layout, None, blind)
     emitter = Emitter(gm, layout, regions(gm))
     packed = emitter.run()
     pairs = [(s.queries.set, s.keys.set) for o, s in layout.sides.items() if layout.attended(o)]
     plan = Plan(packed, gm, emitter.extras, live.assumptions, known.values, fake_mode, _cost_rule(layout), pairs)
-    return Draft(live, layout, plan)
+    return Draft(live, layout, plan, blind)
 
 
 def _refuse_empty_rows(report: Any, sites: Sequence[Site]) -> None:
@@ -108,6 +114,15 @@ def _refuse_empty_rows(report: Any, sites: Sequence[Site]) -> None:
             site.out.name, "attention", source=source_of(site.out), node=site.out.name,
             reason='a row without visible keys would give 0, and empty_rows="eager" asks for eager\'s value',
             hint='use empty_rows="zero"',
+        )  # fmt: skip
+
+
+def _report_blind(report: Any, sites: Sequence[Site]) -> None:
+    for site in sites:
+        report.reject(
+            site.out.name, "attention", source=source_of(site.out), node=site.out.name,
+            reason="a query whose result is read may see no key, where eager's value is not that of the rewritten op",
+            hint="mask or ignore the results of padded queries",
         )  # fmt: skip
 
 

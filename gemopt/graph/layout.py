@@ -107,9 +107,6 @@ class Layout:
         wanted, parts = self.live.wanted(site), site.parts
         visible = self.live.visible_keys(site, wanted)
         hidden = t.TRUE if t.implies(wanted, parts.query) or all(map(is_point, t.disjuncts(wanted))) else parts.query
-        if hidden != t.TRUE and wanted == t.TRUE:
-            self.refused[site.out] = "queries that the mask hides are observed, and they would become 0"
-            return
         rows, keys = self._query_rows(site, need), self._key_side(site, visible)
         if rows is not None and keys is not None and self._query_side(site, rows).axes[:-1] != keys.axes[:-1]:
             keys = None

@@ -150,6 +150,20 @@ class Live:
         over_scores = {j: t.slot(s) for j, s in enumerate(site.out_slots) if s is not None}
         return t.substitute(t.project(need, frozenset(over_scores)), over_scores)
 
+    def sees_a_key(self, site: Site) -> bool:
+        """Whether every query that is read sees a key, unless its sequence is empty: all keys of the sequence, or itself.
+
+        The weights of a query without keys are not zero on hidden keys (they are uniform under a finite fill), so a site
+        for which this does not hold says nothing about what is live.
+        """
+        parts, wanted = site.parts, self.wanted(site)
+        if site.score != "softmax" or (parts.band.unbounded and parts.rest == t.TRUE and parts.query == t.TRUE):
+            return True
+        if site.query is None:
+            return parts.rest == t.TRUE
+        itself = t.substitute(t.and_(parts.key, parts.query, parts.rest), {site.key: t.slot(site.query)})
+        return t.implies(wanted, itself) or all(map(is_point, t.disjuncts(wanted)))
+
     def visible_keys(self, site: Site, wanted: Term) -> Term:
         """Over score slots: the keys that a wanted query may see."""
         parts = site.parts

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import gemopt
-from gemopt.graph import emit
+from gemopt.graph import attend, emit
 
 
 class Model(nn.Module):
@@ -48,8 +48,8 @@ def test_right_rewrites_are_marked_verified() -> None:
     ],
 )
 def test_a_wrong_attention_is_thrown_out(wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = emit.Emitter._options
-    monkeypatch.setattr(emit.Emitter, "_options", lambda *a: wrong(options(*a)))
+    options = attend._Attention._options
+    monkeypatch.setattr(attend._Attention, "_options", lambda *a: wrong(options(*a)))
     model, fast, inputs = compiled()
     torch.testing.assert_close(fast(*inputs), model(*inputs))
     assert not [r for r in fast.report.rewrites if r.kernel]

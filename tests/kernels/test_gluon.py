@@ -1,0 +1,205 @@
+"""The Gluon kernels and the block kernel on a GPU: the feature matrix against the fp64 reference.
+
+Outputs are poisoned: what a kernel allocates starts as NaN. Each case also says which tier took it, so that a silent
+fallback does not pass for a tested kernel.
+"""
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ops.attention_cases import OPS, Case, check, draw, run
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("needs triton", allow_module_level=True)
+
+from gemopt.kernels.gluon import attention as hopper
+from gemopt.kernels.spec import ACTIVATIONS
+from gemopt.kernels.triton import block_attention as blocks
+from gemopt.ops import gdpa, jagged_attention
+
+pytestmark = pytest.mark.gpu
+
+EDGES = (1, 0, 63, 64, 65, 127, 128, 129, 0, 200, 5, 0)
+OTHER = (64, 3, 0, 1, 129, 127, 0, 65, 0, 130, 70, 17)
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+@pytest.fixture(autouse=True)
+def hopper_only() -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs compute capability 9.0")
+
+
+@pytest.fixture
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.empty gives NaN, and -7 for integers."""
+    empty = torch.empty
+
+    def poisoned(*args: Any, **kwargs: Any) -> torch.Tensor:
+        x = empty(*args, **kwargs)
+        return x.fill_(float("nan") if x.is_floating_point() else -7)
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Names of the launches of these kernels during the test."""
+    calls: list[str] = []
+
+    def note(module: Any, name: str) -> None:
+        original: Callable[..., Any] = getattr(module, name)
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            calls.append(name)
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, noted)
+
+    for name in ("run_forward", "run_side", "run_fused"):
+        note(hopper.launch, name)
+    note(blocks, "forward")
+    note(blocks, "backward")
+    yield calls
+
+
+@pytest.fixture(params=["fused", "two"])
+def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both forms of the backward, whatever the table says."""
+    monkeypatch.setattr(hopper.table, "backward_form", lambda shape, deterministic: request.param)
+    return request.param
+
+
+SOFTMAX_CASES = {
+    "self": Case(EDGES, d=128, spare=3),
+    "cross": Case(EDGES, OTHER, d=128, spare=3),
+    "cross, swapped": Case(OTHER, EDGES, d=64),
+    "causal": Case(EDGES, d=128, spare=2, kwargs={"causal": True}),
+    "cross causal": Case(EDGES, OTHER, d=64, kwargs={"causal": True}),
+    "cross causal, bottom right": Case(EDGES, OTHER, d=128, kwargs={"causal": True, "causal_align": "bottom_right"}),
+    "window": Case(EDGES, d=128, kwargs={"window": (40, 7)}),
+    "window left": Case(EDGES, OTHER, d=64, kwargs={"window": (100, -1)}),
+    "window right": Case(EDGES, OTHER, d=64, kwargs={"window": (-1, 3), "causal_align": "bottom_right"}),
+    "window zero": Case(EDGES, d=64, kwargs={"window": (0, 0)}),
+    "GQA": Case(EDGES, OTHER, heads=6, kv_heads=2, d=64, kwargs={"causal": True}),
+    "MQA": Case(EDGES, heads=3, kv_heads=1, d=128),
+    "head_dim 32": Case(EDGES, d=32, kwargs={"causal": True}),
+    "int32 offsets": Case(EDGES, d=64, offsets_dtype=torch.int32),
+    "all empty but one": Case((0, 0, 5, 0), (0, 7, 0, 0), d=64, spare=1),
+    "no keys": Case((3, 2), (0, 0), d=64, spare=2),
+    "no queries": Case((0, 0), (3, 2), d=64, spare=2),
+}
+GDPA_CASES = {
+    **{f"{name}": Case(EDGES, OTHER, d=64, op="gdpa", kwargs={"activation": name, "scale": 0.2}) for name in ACTIVATIONS},
+    "self": Case(EDGES, d=128, op="gdpa", spare=3, kwargs={"activation": "gelu", "scale": 0.1, "post_scale": 0.5}),
+    "causal silu": Case(EDGES, d=128, op="gdpa", kwargs={"activation": "silu", "scale": 0.1, "causal": True}),
+    "window": Case(EDGES, OTHER, d=128, op="gdpa", kwargs={"activation": "gelu", "scale": 0.1, "window": (30, 50)}),
+    "sigmoid window": Case(EDGES, d=64, op="gdpa", spare=2, kwargs={"activation": "sigmoid", "window": (30, 0)}),
+    "GQA": Case(EDGES, heads=4, kv_heads=2, d=64, op="gdpa", kwargs={"activation": "relu"}),
+    "per head": Case(
+        EDGES,
+        OTHER,
+        heads=4,
+        kv_heads=2,
+        d=64,
+        op="gdpa",
+        kwargs={"activation": ["gelu", "gelu", "relu", "relu"], "scale": 0.2},
+    ),
+    "short keys": Case((130, 5, 64), (128, 128, 128), d=128, op="gdpa", kwargs={"activation": "gelu", "scale": 0.1}),
+    "head_dim 32": Case(EDGES, d=32, op="gdpa", kwargs={"activation": "gelu_tanh", "scale": 0.2}),
+}
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("name", SOFTMAX_CASES)
+def test_softmax(name: str, dtype: torch.dtype, form: str, taken: list[str]) -> None:
+    check(SOFTMAX_CASES[name], dtype, "cuda")
+    expected = ["run_forward", "run_fused"] if form == "fused" else ["run_forward", "run_side", "run_side"]
+    assert taken == expected
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("name", GDPA_CASES)
+def test_gdpa(name: str, dtype: torch.dtype, form: str, taken: list[str]) -> None:
+    check(GDPA_CASES[name], dtype, "cuda")
+    assert "run_forward" in taken and ("run_fused" if form == "fused" else "run_side") in taken
+
+
+@pytest.mark.usefixtures("poison")
+def test_head_dim_256_forward(taken: list[str]) -> None:
+    check(Case(EDGES, d=256, kwargs={"causal": True}), BF16, "cuda")
+    check(Case(EDGES, d=256, op="gdpa", kwargs={"activation": "gelu", "scale": 0.1}), BF16, "cuda")
+    assert taken == ["run_forward"] * 2  # the backward is the portable tier's
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("block", [16, 48, 64, 100, 128])
+@pytest.mark.parametrize("causal", [False, True])
+def test_blocks(block: int, causal: bool, taken: list[str]) -> None:
+    for case in (
+        Case(EDGES, d=128, op="block_attention", spare=3),
+        Case(EDGES, d=64, dv=40, heads=4, kv_heads=2, op="block_attention", kwargs={}),
+    ):
+        check(replace(case, kwargs={"block_size": block, "causal": causal}), BF16, "cuda")
+    assert taken == ["forward", "backward"] * 2
+
+
+@pytest.mark.parametrize("form_of", ["two", "fused"])
+@pytest.mark.parametrize("op", ["jagged_attention", "gdpa"])
+def test_reruns_are_equal_bit_by_bit(op: str, form_of: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hopper.table, "backward_form", lambda shape, deterministic: form_of)
+    kwargs = {"activation": "gelu", "scale": 0.1} if op == "gdpa" else {"causal": True}
+    inputs = draw(Case((700, 0, 300, 64), d=128, op=op, kwargs=kwargs), BF16)
+    function = gdpa if op == "gdpa" else jagged_attention
+    first = run(function, inputs, BF16, "cuda")
+    for _ in range(10):
+        again = run(function, inputs, BF16, "cuda")
+        for name in first:
+            if form_of == "two" or name != "dq":
+                assert torch.equal(first[name], again[name]), name
+
+
+def test_deterministic_algorithms_choose_the_form_without_atomics(taken: list[str]) -> None:
+    inputs = draw(Case((700, 300), d=64), BF16)
+    torch.use_deterministic_algorithms(True)
+    try:
+        run(jagged_attention, inputs, BF16, "cuda")
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert "run_side" in taken and "run_fused" not in taken
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("op", ["jagged_attention", "gdpa", "block_attention"])
+def test_neighbours_do_not_leak(value: float, op: str) -> None:
+    kwargs = {"gdpa": {"activation": "gelu", "scale": 0.1}, "block_attention": {"block_size": 64}}.get(op, {})
+    inputs = draw(Case((5, 9, 137, 1, 70), d=64, spare=2, op=op, kwargs=kwargs), BF16)
+    function = OPS[op][0]
+    clean = run(function, inputs, BF16, "cuda")
+    keep = torch.ones(224, dtype=torch.bool)
+    for rows in (slice(5, 14), slice(151, 152), slice(222, 224)):
+        keep[rows] = False
+        for x in (inputs.q, inputs.k, inputs.v, inputs.dout):
+            x[rows] = value
+    dirty = run(function, inputs, BF16, "cuda")
+    for name, want in clean.items():
+        tolerance = 1e-4 if name == "dq" else 0.0  # the fused form adds dq in any order
+        torch.testing.assert_close(dirty[name][keep], want[keep], rtol=tolerance, atol=tolerance, msg=name)
+        assert (dirty[name][222:] == 0).all(), f"{name}: spare rows"
+
+
+def test_fused_projection_views() -> None:
+    """q, k and v as strided views of one projection, as `chunk` gives them."""
+    inputs = draw(Case((50, 130), d=64), BF16)
+    want = run(jagged_attention, inputs, BF16, "cuda")
+    fused = torch.stack([inputs.q, inputs.k, inputs.v], 1).to("cuda", BF16)
+    offsets = inputs.kwargs["q_offsets"].cuda()
+    out = jagged_attention(fused[:, 0], fused[:, 1], fused[:, 2], offsets, offsets, 130, 130)
+    assert torch.equal(out.double().cpu(), want["out"])

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
+from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
@@ -36,9 +37,9 @@ class Interpreted:
     def __call__(self, **kwargs: Any) -> Any:
         state = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
         leaves, spec = pytree.tree_flatten((state, kwargs))
-        if self.captured is None:
+        if self.captured is None or not self._fits(leaves):
             self._trace(leaves, spec)
-        graph = self.report[0]
+        graph = self.report[-1]
         if self.plan is None:
             return self.model(**kwargs)
         with torch.no_grad():
@@ -50,9 +51,17 @@ class Interpreted:
         graph.count_step(True)
         return pytree.tree_unflatten(list(self.plan.packed(*leaves, *extra)), self._out_spec)
 
+    def _fits(self, leaves: list[Any]) -> bool:
+        """Whether the sizes satisfy what the trace assumed of them; Dynamo would compile again where they do not."""
+        assert self.captured is not None
+        env = self.captured.fake_mode.shape_env
+        return bool(
+            env is not None and env.evaluate_guards_for_args(self.captured.example_inputs, leaves, ignore_static=False)
+        )
+
     def _trace(self, leaves: list[Any], spec: pytree.TreeSpec) -> None:
         mode = FakeTensorMode(shape_env=ShapeEnv(duck_shape=False), static_shapes=False)
-        fakes = [_fake(x, mode) for x in leaves]
+        fakes = [_fake(x, mode, ConstantSource(f"leaf{i}")) for i, x in enumerate(leaves)]
 
         def function(*flat: Any) -> list[Any]:
             state, kwargs = pytree.tree_unflatten(list(flat), spec)
@@ -79,12 +88,12 @@ class Interpreted:
         return self.captured.gm.graph if self.captured is not None else None
 
 
-def _fake(x: Any, mode: FakeTensorMode) -> Any:
+def _fake(x: Any, mode: FakeTensorMode, source: ConstantSource) -> Any:
     if not isinstance(x, Tensor):
         return x
     dynamic = not isinstance(x, nn.Parameter) and x.dim() > 0
     sizes = [DimDynamic.DYNAMIC if dynamic and n > 1 else DimDynamic.STATIC for n in x.shape]
-    return mode.from_tensor(x, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes))
+    return mode.from_tensor(x, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes), source=source)
 
 
 def _alias(x: Any) -> Any:

@@ -20,6 +20,7 @@ from gemopt.testing.programs.program import Program
 from gemopt.testing.result import CaseResult
 from gemopt.testing.runs import State
 
+_NEAR = 4.0
 CASES = ("given", "zeros", "ones", "full", "other", "holes")
 
 
@@ -83,7 +84,9 @@ class Outcome:
         return "\n".join([*lines, *self.problems, *self.reasons, str(self.program)])
 
 
-def run(program: Program, inner: str = "interpreter", cases: tuple[str, ...] = CASES, seed: int = 0) -> Outcome:
+def run(
+    program: Program, inner: str = "interpreter", cases: tuple[str, ...] = CASES, seed: int = 0, confirm: bool = True
+) -> Outcome:
     """Compile, run and compare one program.
 
     Args:
@@ -92,6 +95,8 @@ def run(program: Program, inner: str = "interpreter", cases: tuple[str, ...] = C
             those of ``gemopt.compile``.
         cases: names of `CASES`; those that the program's mask rules out are left out.
         seed: of parameters, batches and cotangents.
+        confirm: where errors are only a little above their bound, which of thousands of tensors some are by chance (a
+            gradient with one element that is not zero, in bf16), decide by two other seeds.
     """
     import gemopt
 
@@ -118,8 +123,17 @@ def run(program: Program, inner: str = "interpreter", cases: tuple[str, ...] = C
         if inner != "interpreter":
             torch._dynamo.reset()
     outcome = judge(program, results, compiled.report)
+    if outcome.verdict == "wrong" and confirm and _near_bound(results):
+        again = [run(program, inner, cases, seed + i, confirm=False) for i in (1, 2)]
+        outcome = next((o for o in again if o.verdict == "wrong"), again[0])
     outcome.seconds = time.perf_counter() - start
     return outcome
+
+
+def _near_bound(results: list[CaseResult]) -> bool:
+    """Whether all that differs is an RMS error a little above its bound, as some must be among so many tensors."""
+    failures = [c for r in results for c in r.failures]
+    return bool(failures) and all(c.rms <= _NEAR * c.bound for c in failures) and not any(r.problem for r in results)
 
 
 def _batches(program: Program, make: Any, cases: tuple[str, ...], seed: int) -> Iterator[tuple[str, Batch]]:

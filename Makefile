@@ -12,7 +12,7 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 STAMP := $(VENV)/.gemopt-setup
 
-.PHONY: setup setup-torchrec demo test lint typecheck pytest train bench clean distclean
+.PHONY: setup setup-torchrec setup-public demo test lint typecheck pytest train bench clean distclean
 
 setup: $(STAMP)
 
@@ -29,6 +29,12 @@ $(STAMP): requirements/cpu.txt requirements/data.txt pyproject.toml
 setup-torchrec: $(STAMP)
 	$(PIP) install -r requirements/torchrec.txt
 	$(PIP) install --no-deps -r requirements/torchrec-no-deps.txt
+
+# The packages whose models tests/public compiles (about 870 MB). The second step has no dependencies, since theirs would
+# bring another torch.
+setup-public: $(STAMP)
+	$(PIP) install -r requirements/public.txt
+	$(PIP) install --no-deps -r requirements/public-no-deps.txt
 
 demo: $(STAMP)
 	$(PY) -m gemopt.model_zoo.demo $(ARGS)

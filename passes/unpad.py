@@ -40,7 +40,7 @@ _PACKED_OVERHEAD = 1.2
 def unpad(captured: Captured, recipe: Any, report: Any) -> Plan | None:
     """Plan the packed form of a captured graph; None where there is nothing to gain."""
     graph = captured.gm.graph
-    known = Analysis(graph)
+    known = Analysis(graph, finite_fills=recipe.empty_rows != "eager")
     sites, misses = find_sites(captured.gm, known)
     report_misses(report, misses)
     if recipe.empty_rows == "eager":

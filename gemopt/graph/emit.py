@@ -21,16 +21,18 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from gemopt import ops
 from gemopt.graph import terms as t
 from gemopt.graph.attend import attend
 from gemopt.graph.extras import Extras
 from gemopt.graph.layout import Layout, reads_all
+from gemopt.graph.mutation import has_side_effect
 from gemopt.graph.prologue import Sizes, copy_inputs
 from gemopt.graph.rowsets import Rows, RowSet
 from gemopt.graph.sinks import absorb, token_loss
-from gemopt.graph.slots import Access, Info, argument, is_tensor, op_name, shape_of
+from gemopt.graph.slots import Access, Info, argument, expr_of, is_tensor, op_name, shape_of
 from gemopt.graph.terms import Term
 from gemopt.graph.units import Unit, all_units, kept_dims, kept_units, plain_slots
 
@@ -51,6 +53,7 @@ class Emitter:
         self.env: dict[fx.Node, fx.Node] = env  # padded form
         self.phys: dict[fx.Node, fx.Node] = {}  # packed form
         self._converted: dict[Any, fx.Node] = {}
+        self.absorbed: set[fx.Node] = set()  # padded results of packed operands
         self._at: fx.Node | None = None
 
     # ------------------------------------------------------------ driver
@@ -69,6 +72,8 @@ class Emitter:
             else:
                 absorbed = absorb(self, node)
                 self.env[node] = absorbed if absorbed is not None else self._copy(node)
+                if absorbed is not None:
+                    self.absorbed.add(node)
         placeholders_first(self.graph)
         self.graph.eliminate_dead_code(_must_stay)
         self.graph.lint()
@@ -81,7 +86,7 @@ class Emitter:
         return node
 
     def _copy(self, node: fx.Node) -> fx.Node:
-        if is_tensor(node) and self.known.info(node).kind == "like":
+        if is_tensor(node) and self.known.info(node).kind == "like" and not free_unbacked_symbols(node.meta["val"]):
             return self._filled(node, [self.sizes[e] for e in shape_of(node)])
         fx.node.map_arg((node.args, node.kwargs), self.padded)
         copied = self.graph.node_copy(node, self.padded)
@@ -95,8 +100,10 @@ class Emitter:
 
     def _as_original(self, node: fx.Node) -> fx.Node:
         """An output with the strides eager gives it."""
-        made_here = node in self.phys
+        made_here = node in self.phys or node in self.absorbed
         result = self.padded(node)
+        if made_here and is_tensor(node) and not _dense(node.meta["val"]):
+            return self._strided(node, result)
         if made_here and is_tensor(node) and not node.meta["val"].is_contiguous():
             value = node.meta["val"]
             order = sorted(range(value.ndim), key=lambda d: _stride_rank(value, d))
@@ -107,6 +114,16 @@ class Emitter:
         if made_here:
             return self.call(aten.contiguous.default, result)
         return result
+
+    def _strided(self, node: fx.Node, result: fx.Node) -> fx.Node:
+        """A view with gaps (``x[:, 0]``) in eager: the same strides over a storage of its own."""
+        value = node.meta["val"]
+        size = [self.sizes[expr_of(n)] for n in value.shape]
+        stride = [self.sizes[expr_of(n)] for n in value.stride()]
+        span = 1 + sum((expr_of(n) - 1) * expr_of(k) for n, k in zip(value.shape, value.stride(), strict=True))
+        base = self.call(aten.new_zeros.default, result, [self.sizes[sympy.expand(span)]])
+        filled = self.call(aten.as_strided_scatter.default, base, result, size, stride)
+        return self.call(aten.as_strided.default, filled, size, stride)
 
     # ------------------------------------------------------------ fetching
 
@@ -453,6 +470,19 @@ def _zero_or_one(value: Term) -> bool:
     return value.op == "where" and {t.constant_value(a) for a in value.args[1:]} <= {0, 1}
 
 
+def _dense(value: torch.Tensor) -> bool:
+    """Whether the elements fill their storage span, in some order of dims."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    order = sorted(range(value.ndim), key=lambda d: _stride_rank(value, d))
+    expected: Any = 1
+    for d in reversed(order):
+        if not statically_known_true(value.shape[d] == 1) and not statically_known_true(value.stride(d) == expected):
+            return False
+        expected = expected * value.shape[d]
+    return True
+
+
 def _stride_rank(value: torch.Tensor, d: int) -> tuple[float, int]:
     """Sort key that puts the outermost dim (largest stride) first, without guarding on symbols."""
     stride = value.stride(d)
@@ -469,9 +499,8 @@ def _certainly_at_least(a: Any, b: Any) -> bool:
 def _must_stay(node: fx.Node) -> bool:
     if node.op in ("placeholder", "output"):
         return True
-    schema = getattr(node.target, "_schema", None)
-    if schema is not None:
-        return bool(schema.is_mutable)
+    if isinstance(node.target, torch._ops.OpOverload):
+        return has_side_effect(node)
     module = getattr(node.target, "__module__", "") or ""
     return node.op == "call_function" and not module.startswith(("gemopt", "_operator", "operator", "math"))
 

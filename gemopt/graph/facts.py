@@ -4,7 +4,7 @@
     x * m                       (0, m == 0)                x + m               (-inf, m == -inf)
     f(x), f pointwise, pure     (f(v), w)                  x + y               (v + v', w and w')
     x @ W, no bias              (0, w) if v == 0           views               renamed
-    softmax                     (0, w) if v == -inf
+    softmax                     (0, w) if v == -inf or very negative
 
 The last four need nothing but the operand's fact; the second row assumes that padding is finite (``x * 0 == 0``), which is
 what the packed graph computes in any case. The gradient of a constant is zero, so a row under a fact asks nothing of what
@@ -27,6 +27,8 @@ from gemopt.graph.slots import Access, Info, argument, forward, is_tensor, op_na
 from gemopt.graph.terms import Term
 from gemopt.graph.values import Values
 
+HIDING_FILL = -9984.0  # -1e4 in bfloat16: exp() of it is 0 beside any score that a model makes
+
 
 @dataclass(frozen=True)
 class Fact:
@@ -37,9 +39,14 @@ class Fact:
 
 
 class Analysis:
-    """Dims, values and facts of every tensor of a captured graph: one forward walk."""
+    """Dims, values and facts of every tensor of a captured graph: one forward walk.
 
-    def __init__(self, graph: fx.Graph) -> None:
+    With ``finite_fills``, a very negative fill hides a score from a softmax as -inf does.
+    """
+
+    def __init__(self, graph: fx.Graph, finite_fills: bool = True) -> None:
+        self.finite_fills = finite_fills
+        self.notes: dict[fx.Node, str] = {}  # assumptions about values that nothing tests
         self.infos: dict[fx.Node, Info] = {}
         self.tainted: set[fx.Node] = tainted(graph)
         self.facts: dict[fx.Node, Fact] = {}
@@ -226,12 +233,19 @@ def _dropout(node: fx.Node, known: Analysis) -> Fact | None:
 def _softmax(node: fx.Node, known: Analysis) -> Fact | None:
     x = node.args[0]
     fact = known.facts.get(x) if isinstance(x, fx.Node) else None
-    if fact is None or fact.value != -math.inf or argument(node, "dim") is None:
+    if fact is None or argument(node, "dim") is None:
         return None
-    if "log" in op_name(node):
-        return Fact(-math.inf, fact.where)
     slots = known.info(node).dim_slots()[argument(node, "dim") % len(shape_of(node))]
-    return Fact(0.0, fact.where) if fact.where.slots & set(slots) else None
+    if fact.value == -math.inf and "log" in op_name(node):
+        return Fact(-math.inf, fact.where)
+    if "log" in op_name(node) or not fact.where.slots & set(slots):
+        return None
+    if fact.value == -math.inf:
+        return Fact(0.0, fact.where)
+    if fact.value > HIDING_FILL or not known.finite_fills:
+        return None
+    known.notes[node] = f"{node.name}: entries filled with {fact.value:g} get weight 0; where all are filled, the sum is 0"
+    return Fact(0.0, fact.where)
 
 
 def _loss(node: fx.Node, known: Analysis) -> Fact | None:

@@ -88,9 +88,9 @@ class Layout:
         if info.kind not in _ROW_KINDS or not info.accesses:
             return None
         need = self.live.need(node)
-        if need in (t.TRUE, t.FALSE) or not writable(need):
-            return None
-        rows = self.sets.of(need, info.sizes)
+        if need in (t.TRUE, t.FALSE) or not writable(need) or not (need.leaves or is_point(need)):
+            return None  # a shape alone (a triangle, a slice) leaves nothing to gain
+        rows = self.sets.of(need, info.sizes, also=sequences_of(need, info.sizes))
         if rows is None or not all(local(a, rows.slots) for a in info.accesses):
             return None
         if not any(reads_all(a, rows.slots) for a in info.accesses):
@@ -129,7 +129,8 @@ class Layout:
         """The rows of the result, where they are a set of (sequence, query) pairs."""
         if site.query is None or need == t.TRUE or not writable(need):
             return None
-        rows = self.sets.of(need, self.known.info(site.out).sizes, site.out_slots.index(site.query))
+        sizes = self.known.info(site.out).sizes
+        rows = self.sets.of(need, sizes, site.out_slots.index(site.query), sequences_of(need, sizes))
         return rows if rows is not None and all(site.out_slots[s] is not None for s in rows.slots) else None
 
     def _query_side(self, site: Site, rows: Rows) -> Side:
@@ -228,6 +229,12 @@ class Layout:
         if node in self.sites:
             flops = 4.0 * _UNKNOWN_SIZE * _row_elements(node, rows, info)
         return moved + flops / _FLOPS_PER_BYTE
+
+
+def sequences_of(need: Term, sizes: tuple[sympy.Expr, ...]) -> set[int]:
+    """The other axis of unknown size, where a need speaks of positions alone (``x[:, -1]``) and there is one."""
+    others = {s for s, n in enumerate(sizes) if s not in need.slots and not n.is_Integer}
+    return others if len(need.slots) == 1 and len(others) == 1 else set()
 
 
 def _number(size: sympy.Expr) -> int:

@@ -31,6 +31,8 @@ from torch import fx
 from gemopt.graph import terms as t
 from gemopt.graph.attention import Site, score_slots
 from gemopt.graph.facts import Analysis, ignored_targets
+from gemopt.graph.mutation import has_side_effect
+from gemopt.graph.prologue import writable
 from gemopt.graph.slots import Access, argument, backward, is_tensor, op_name
 from gemopt.graph.terms import Term
 
@@ -86,7 +88,7 @@ class Live:
             self._attention(self.sites[node], self.need(node))
         else:
             need = self.need(node)
-            if _has_side_effect(node):
+            if has_side_effect(node):
                 need = t.TRUE
             for access in self.known.operands(node):
                 self._ask(access.operand, self._contribution(node, access, need), node)
@@ -107,7 +109,31 @@ class Live:
             rows = self._loss_rows(node, access)
             if rows is not None:
                 return rows
-        return backward(need, access, sizes, self.known.info(access.operand).sizes)
+        rows = backward(need, access, sizes, self.known.info(access.operand).sizes)
+        if self.known.info(node).kind == "contraction":
+            rows = t.and_(rows, t.not_(self._multiplied_by_zero(node, access)))
+        return rows
+
+    def _multiplied_by_zero(self, node: fx.Node, access: Access) -> Term:
+        """Over the operand's slots: the elements that a product of two multiplies with zeros alone (pooling by a mask)."""
+        others = [a for a in self.known.operands(node) if a is not access]
+        contracted = [i for i, e in enumerate(access.exprs) if e is None]
+        if len(others) != 1 or len(contracted) != 1:
+            return t.FALSE
+        (other,) = others
+        fact = self.known.facts.get(other.operand)
+        value = self.known.value(other.operand)
+        zero = fact.where if fact is not None and fact.value == 0 else t.FALSE if value is None else t.not_(t.truth(value))
+        own = {e.args[0]: i for i, e in enumerate(access.exprs) if e is not None and e.op == "slot"}
+        renamed: dict[int, Term] = {}
+        for i, e in enumerate(other.exprs):
+            if e is None:
+                renamed[i] = t.slot(contracted[0])
+            elif e.op == "slot" and e.args[0] in own:
+                renamed[i] = t.slot(own[e.args[0]])
+        if sum(e is None for e in other.exprs) != 1 or not zero.slots <= set(renamed):
+            return t.FALSE
+        return t.substitute(zero, renamed)
 
     def _loss_rows(self, node: fx.Node, access: Access) -> Term | None:
         """Over the operand's slots: the rows of a reduced token loss that are not ignored."""
@@ -131,10 +157,10 @@ class Live:
         if need == t.FALSE:
             return
         wanted = self.wanted(site, need)
-        parts = site.parts
-        if parts.query != t.TRUE and not t.implies(wanted, parts.query) and all(map(is_point, t.disjuncts(wanted))):
-            sizes = tuple(site.sizes)
-            self.assumptions.append(Subset(wanted, parts.query, sizes, "queries that are read are not masked"))
+        if not self._sees_all_keys(site) and self.sees_a_key(site) and site.query is not None:
+            itself = self._seen_by_itself(site)
+            if not t.implies(wanted, itself):
+                self.assumptions.append(Subset(wanted, itself, site.sizes, "queries that are read see a key"))
         self._ask(site.q, _renamed(wanted, site.q_exprs), site.out)
         keys = self.visible_keys(site, wanted)
         self._ask(site.k, _renamed(keys, site.k_exprs), site.out)
@@ -157,12 +183,22 @@ class Live:
         for which this does not hold says nothing about what is live.
         """
         parts, wanted = site.parts, self.wanted(site)
-        if site.score != "softmax" or (parts.band.unbounded and parts.rest == t.TRUE and parts.query == t.TRUE):
+        if self._sees_all_keys(site):
             return True
         if site.query is None:
             return parts.rest == t.TRUE
-        itself = t.substitute(t.and_(parts.key, parts.query, parts.rest), {site.key: t.slot(site.query)})
-        return t.implies(wanted, itself) or all(map(is_point, t.disjuncts(wanted)))
+        itself = self._seen_by_itself(site)
+        return t.implies(wanted, itself) or (wanted != t.TRUE and writable(wanted) and writable(itself))
+
+    def _sees_all_keys(self, site: Site) -> bool:
+        """All keys of the sequence, or a score function for which seeing none is nothing special."""
+        parts = site.parts
+        return site.score != "softmax" or (parts.band.unbounded and parts.rest == t.TRUE and parts.query == t.TRUE)
+
+    def _seen_by_itself(self, site: Site) -> Term:
+        """Over score slots: the queries that see the key at their own position."""
+        parts = site.parts
+        return t.substitute(t.and_(parts.key, parts.query, parts.rest), {site.key: t.slot(site.query or 0)})
 
     def visible_keys(self, site: Site, wanted: Term) -> Term:
         """Over score slots: the keys that a wanted query may see."""
@@ -176,7 +212,7 @@ class Live:
             return
         if not node.meta["val"].dtype.is_floating_point or self.known.value(node) is not None:
             rows = t.TRUE
-        rows = _without_ranges(rows, self.known.info(node).sizes)
+        rows = _without_ranges(rows)
         self.readers[node].append((reader, rows))
         self._demand[node] = self._join(node, self.demand(node), rows)
 
@@ -195,18 +231,24 @@ class Live:
         return mask
 
 
-def _without_ranges(p: Term, sizes: Sequence[sympy.Expr]) -> Term:
-    """``p`` without its bounds on an axis of fixed size, where it speaks of other axes too: q, k and v are slices of one
-    projection, and nothing is gained by telling their features apart."""
-    fixed = {s for s in p.slots if sizes[s].is_Integer}
-    if not fixed or fixed == p.slots:
-        return p
-    return t.or_(*(t.and_(*_unbounded(t.conjuncts(part), fixed)) for part in t.disjuncts(p)))
+def _without_ranges(p: Term) -> Term:
+    """``p`` without bounds by numbers on an axis of which it says nothing else, where it speaks of other axes too.
+
+    q, k and v are slices of one projection, and nothing is gained by telling their features apart.
+    """
+    told = frozenset().union(*(c.slots for part in t.disjuncts(p) for c in t.conjuncts(part) if not _is_range(c)))
+    parts = []
+    for part in t.disjuncts(p):
+        kept = [c for c in t.conjuncts(part) if not _is_range(c) or c.slots & told]
+        if not kept:
+            return p
+        parts.append(t.and_(*kept))
+    return t.or_(*parts)
 
 
-def _unbounded(parts: Sequence[Term], fixed: set[int]) -> list[Term]:
-    others = [c for c in parts if not (c.op == "le0" and c.slots and c.slots <= fixed and not c.leaves)]
-    return others if any(c.slots for c in others) else list(parts)
+def _is_range(p: Term) -> bool:
+    """``slot <= number`` or ``number <= slot``."""
+    return p.op == "le0" and all(x.op == "slot" for x in t.as_linear(p.args[0])[0]) and len(p.slots) == 1
 
 
 def is_point(p: Term) -> bool:
@@ -246,8 +288,3 @@ def _up_to(wanted: Term, query: int, key: int) -> Term:
         bound = t.substitute(expression, {query: t.slot(key)})
         parts.append(t.le(bound, t.const(0)))
     return t.and_(*parts)
-
-
-def _has_side_effect(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return bool(schema is not None and schema.is_mutable)

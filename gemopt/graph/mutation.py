@@ -36,6 +36,17 @@ def mutated_arguments(node: fx.Node) -> list[fx.Node]:
     return found
 
 
+_RUNNING_STATISTICS = ("batch_norm", "instance_norm", "_batch_norm_impl_index", "native_batch_norm", "cudnn_batch_norm")
+
+
+def has_side_effect(node: fx.Node) -> bool:
+    """An op that writes: by its schema, or a norm that updates its running statistics behind it."""
+    target = node.target
+    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
+        return False
+    return target._schema.is_mutable or target._opname in _RUNNING_STATISTICS
+
+
 def tainted(graph: fx.Graph) -> set[fx.Node]:
     """Nodes whose storage some op of the graph writes."""
     written = {storage_of(x) for node in graph.nodes for x in mutated_arguments(node)} - {None}

@@ -14,6 +14,7 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
+from torch.utils._sympy.functions import FloorDiv, Mod, PythonMod
 
 from gemopt.graph import terms as t
 from gemopt.graph.slots import expr_of, is_tensor, shifted_slot
@@ -66,6 +67,10 @@ class Sizes:
             return result
         if expr.is_Pow and expr.exp.is_Integer and expr.exp > 1:
             return self._call(operator.mul, self[expr.base], self[expr.base ** (expr.exp - 1)])
+        if isinstance(expr, FloorDiv):  # CleanDiv too
+            return self._call(operator.floordiv, self[expr.args[0]], self[expr.args[1]])
+        if isinstance(expr, PythonMod | Mod):
+            return self._call(operator.mod, self[expr.args[0]], self[expr.args[1]])
         raise KeyError(f"no input has size {expr}")
 
     def _call(self, target: Any, *args: Any) -> fx.Node:
@@ -118,6 +123,8 @@ class TermWriter:
             return self.write(args[0], axes)
         if op == "where":
             return self.call(aten.where.self, *(self.write(a, axes) for a in args))
+        if op == "abs":
+            return self.call(aten.abs.default, self.write(args[0], axes))
         if op == "wrap":
             return self._wrap(args, axes)
         if op == "clamp":
@@ -257,6 +264,7 @@ _WRITABLE = frozenset(
         "where",
         "wrap",
         "clamp",
+        "abs",
     ]
 )
 

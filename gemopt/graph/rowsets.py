@@ -7,7 +7,7 @@ of a packed tensor are ordered by sequence, then position: a row's number is the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import permutations
 
@@ -57,9 +57,15 @@ class RowSets:
     def __init__(self) -> None:
         self._known: dict[tuple[Term, tuple[sympy.Expr, ...]], tuple[RowSet, tuple[int, ...]]] = {}
 
-    def of(self, predicate: Term, sizes: Sequence[sympy.Expr], token: int | None = None) -> Rows | None:
-        """The row set of a predicate over a node's slots (``sizes``); None if it is not one, or names another token axis."""
-        slots = sorted(predicate.slots)
+    def of(
+        self, predicate: Term, sizes: Sequence[sympy.Expr], token: int | None = None, also: Collection[int] = ()
+    ) -> Rows | None:
+        """The row set of a predicate over a node's slots (``sizes``); None if it is not one, or names another token axis.
+
+        ``also`` lists axes that belong to the set although the predicate does not speak of them (sequences, where every
+        sequence has the same rows).
+        """
+        slots = sorted({*predicate.slots, *also})
         if not 2 <= len(slots) <= _MAX_AXES:
             return None
         form, order = _canonical(predicate, sizes, slots)

@@ -221,6 +221,14 @@ def _sign(t: Term) -> Term:
 
 
 def _compare(op: str, t: Term) -> Term:
+    parts, c = as_linear(t)
+    if op == "le0" and len(parts) == 1:
+        (only, k), *_ = parts.items()
+        if only.op == "abs" and abs(k) == 1:  # |x| <= -c, or |x| >= c
+            x = only.args[0]
+            if k == 1:
+                return and_(_compare(op, add(x, const(c))), _compare(op, add(scale(x, -1), const(c))))
+            return or_(_compare(op, add(scale(x, -1), const(c))), _compare(op, add(x, const(c))))
     value = constant_value(t)
     if value is not None:
         return const({"le0": value <= 0, "eq0": value == 0, "ne0": value != 0}[op])

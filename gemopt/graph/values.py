@@ -12,6 +12,7 @@ only as ``where`` over constants: that is what additive masks are.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -179,11 +180,15 @@ def _constant(value: float | None, position: int = 0) -> Rule:
     return rule
 
 
-def _compare(make: Callable[[Term, Term], Term]) -> Rule:
+def _compare(make: Callable[[Term, Term], Term], numbers: Callable[[Any, Any], bool]) -> Rule:
     def rule(values: Values, node: fx.Node) -> Term | None:
         a, b = values.operand(node, 0), values.operand(node, 1)
         if a is None or b is None:
             return None
+        if a.op == "where" or b.op == "where":  # a mask as numbers against a threshold
+            chosen = lift(numbers, a, b)
+            if chosen is not None:
+                return t.truth(chosen)
         return make(_number(a), _number(b))
 
     return rule
@@ -203,6 +208,10 @@ def _eq(negate: bool) -> Rule:
             value = t.constant_value(y)
             if t.is_predicate(x) and value is not None and value in (0, 1):
                 return t.not_(x) if bool(value) == negate else x
+        if a.op == "where" or b.op == "where":
+            chosen = lift(operator.ne if negate else operator.eq, a, b)
+            if chosen is not None:
+                return t.truth(chosen)
         return (t.ne if negate else t.eq)(_number(a), _number(b))
 
     return rule
@@ -249,6 +258,8 @@ def _is_choice(x: Term) -> bool:
 def lift(function: Callable[[Any, Any], Any], a: Term, b: Term) -> Term | None:
     """Apply a scalar function to constants, or inside the branches of ``where`` over constants."""
     a, b = _branches(a), _branches(b)
+    if a.op == b.op == "where" and _constant_branches(a) and _constant_branches(b):
+        return choose(a.args[0], lift(function, a.args[1], b), lift(function, a.args[2], b))
     x, y = t.constant_value(a), t.constant_value(b)
     if x is not None and y is not None:
         try:
@@ -260,6 +271,10 @@ def lift(function: Callable[[Any, Any], Any], a: Term, b: Term) -> Term | None:
     if b.op == "where" and x is not None:
         return choose(b.args[0], lift(function, a, b.args[1]), lift(function, a, b.args[2]))
     return None
+
+
+def _constant_branches(x: Term) -> bool:
+    return all(t.constant_value(a) is not None or (a.op == "where" and _constant_branches(a)) for a in x.args[1:])
 
 
 def _branches(x: Term) -> Term:
@@ -399,6 +414,17 @@ def _not(values: Values, node: fx.Node) -> Term | None:
     return t.not_(t.truth(value))
 
 
+def _unary(function: Callable[[torch.Tensor], torch.Tensor]) -> Rule:
+    """A function of a mask as numbers: ``log(mask)`` is 0 and -inf."""
+
+    def rule(values: Values, node: fx.Node) -> Term | None:
+        value = values.operand(node, 0)
+        dtype = node.meta["val"].dtype
+        return None if value is None else lift(lambda a, _: function(torch.tensor(a, dtype=dtype)).item(), value, t.const(0))
+
+    return rule
+
+
 def _neg(values: Values, node: fx.Node) -> Term | None:
     value = values.operand(node, 0)
     if value is None:
@@ -407,6 +433,13 @@ def _neg(values: Values, node: fx.Node) -> Term | None:
     if lifted is not None:
         return lifted
     return t.scale(value, -1) if node.meta["val"].dtype in _EXACT and value.integer else None
+
+
+def _abs(values: Values, node: fx.Node) -> Term | None:
+    value = values.operand(node, 0)
+    if value is None or not value.integer or node.meta["val"].dtype not in _EXACT:
+        return None
+    return t.call("abs", value, integer=True)
 
 
 def _table() -> dict[str, Rule]:
@@ -424,10 +457,10 @@ def _table() -> dict[str, Rule]:
         ("zeros zeros_like new_zeros", _constant(0)),
         ("ones ones_like new_ones", _constant(1)),
         ("full full_like new_full scalar_tensor", _constant(None)),
-        ("lt less", _compare(t.lt)),
-        ("le less_equal", _compare(t.le)),
-        ("gt greater", _compare(gt)),
-        ("ge greater_equal", _compare(ge)),
+        ("lt less", _compare(t.lt, operator.lt)),
+        ("le less_equal", _compare(t.le, operator.le)),
+        ("gt greater", _compare(gt, operator.gt)),
+        ("ge greater_equal", _compare(ge, operator.ge)),
         ("eq", _eq(False)),
         ("ne not_equal", _eq(True)),
         ("logical_and bitwise_and __and__", _logic(t.and_)),
@@ -440,6 +473,9 @@ def _table() -> dict[str, Rule]:
         ("mul", _arithmetic(t.mul, lambda a, b: math.nan if 0 in (a, b) and math.inf in (abs(a), abs(b)) else a * b)),
         ("div", _arithmetic(lambda a, b: None, lambda a, b: a / b)),
         ("neg", _neg),
+        ("log", _unary(torch.log)),
+        ("exp", _unary(torch.exp)),
+        ("abs", _abs),
         ("to _to_copy type_as", _cast),
         ("where", _where),
         ("masked_fill", _masked_fill),

@@ -8,12 +8,11 @@ from torch import fx
 
 from gemopt.graph import terms as t
 from gemopt.graph.attention import Joined, Site
-from gemopt.graph.facts import Analysis
+from gemopt.graph.facts import HIDING_FILL, Analysis
 from gemopt.graph.slots import Exprs, Info, argument, broadcast, op_name
 from gemopt.graph.terms import Term
 from gemopt.passes.recognise.added import over_scores, read_added
 from gemopt.passes.recognise.products import through_copies, widths
-from gemopt.passes.recognise.scores import SMALLEST_FILL
 from gemopt.passes.recognise.walk import MASK_HINT, NoMatch, owned
 
 
@@ -79,7 +78,7 @@ def _mask(node: fx.Node, known: Analysis, scores: Info) -> tuple[Term, float, tu
         if term is None:
             raise NoMatch(node, "the mask is not an expression of the graph's inputs that gemopt can follow", MASK_HINT)
         return t.truth(term), -float("inf"), ()
-    read = read_added(known, mask, exprs, SMALLEST_FILL)
+    read = read_added(known, mask, exprs, HIDING_FILL)
     for _, own in read.biases:
         if owned(own, scores.sizes) is None or any(e is None for e in own):
             raise NoMatch(node, "the float mask is neither a mask of 0 and large negative numbers nor a bias", MASK_HINT)

@@ -113,7 +113,7 @@ def explicit_site(out: fx.Node, known: Analysis) -> Site | None:
     failure: NoMatch | None = None
     outer = product(out, known)
     assert outer is not None
-    if outer.operands[0].operand is outer.operands[1].operand or outer.added is not None:
+    if outer.operands[0].operand is outer.operands[1].operand or not _only_product(outer, known):
         return None
     for weights, values in (outer.operands, outer.operands[::-1]):
         if _is_weight(values.operand) or not leads_to_product(weights.operand, known):
@@ -134,6 +134,15 @@ def explicit_site(out: fx.Node, known: Analysis) -> Site | None:
     if failure is not None:
         raise failure
     return None
+
+
+def _only_product(outer: Product, known: Analysis) -> bool:
+    """baddbmm onto zeros is a product too."""
+    if outer.added is None:
+        return True
+    value = known.value(outer.added.operand)
+    zero = outer.beta == 0 or (value is not None and t.constant_value(value) == 0)
+    return zero and outer.alpha == 1
 
 
 def _site(walk: Walk, outer: Product, weights: Access, values: Access) -> Site | None:

@@ -13,13 +13,14 @@ from torch import fx
 
 from gemopt.graph import terms as t
 from gemopt.graph.attention import Joined, activate, additive_mask
-from gemopt.graph.facts import constants
+from gemopt.graph.facts import HIDING_FILL, constants
 from gemopt.graph.slots import argument, op_name
 from gemopt.graph.terms import Term
+from gemopt.graph.values import lift
 from gemopt.passes.recognise.added import over_scores, read_added
 from gemopt.passes.recognise.walk import MASK_HINT, NoMatch, Walk, is_binary, owned, slots_of
 
-SMALLEST_FILL = -9984.0  # -1e4 in bfloat16
+SMALLEST_SCALED_FILL = -1000.0  # the same, divided by sqrt(head_dim) together with the scores
 
 
 def step_scores(walk: Walk) -> bool:
@@ -76,7 +77,7 @@ def apply_fill(walk: Walk, node: fx.Node, fill: float) -> None:
         if walk.biases or not _vanishes(walk.score, effective, node.meta["val"].dtype):
             raise NoMatch(node, f"masked scores are set to {fill:g}, which {walk.score} does not turn into 0")
         return
-    if not effective <= SMALLEST_FILL:
+    if not (effective <= HIDING_FILL or (fill <= HIDING_FILL and effective <= SMALLEST_SCALED_FILL)):
         raise NoMatch(
             node, f"masked scores are set to {fill:g}, which still leaves weight on padding",
             "use -inf, torch.finfo(dtype).min or a value of -1e4 or less",
@@ -153,8 +154,10 @@ def _added(walk: Walk) -> bool:
 
 def _mask_added(walk: Walk, position: int, subtract: bool) -> bool:
     term, access = walk.term_of(1 - position), walk.access_of(position)
-    mask = None if term is None or subtract else additive_mask(term)
-    if mask is None or access is None or mask[1] * walk.scale > SMALLEST_FILL:
+    if subtract and term is not None:
+        term = lift(lambda a, _: -a, term, t.const(0))
+    mask = None if term is None else additive_mask(term)
+    if mask is None or access is None or mask[1] * walk.scale > HIDING_FILL:
         return False
     if mask[0] != t.TRUE:
         apply_fill(walk, walk.at, mask[1])
@@ -199,7 +202,7 @@ def _bias_added(walk: Walk, subtract: bool) -> bool:
 def join_added(walk: Walk, added: Joined, factor: float) -> None:
     """Masks and biases of a tensor that is added to the scores ``factor`` times."""
     positive = walk.scale * factor > 0
-    read = read_added(walk.known, added.node, added.exprs, SMALLEST_FILL / walk.scale if positive else -math.inf)
+    read = read_added(walk.known, added.node, added.exprs, HIDING_FILL / walk.scale if positive else -math.inf)
     if read.allowed != t.TRUE:
         apply_fill(walk, walk.at, read.fill)
         walk.mask = t.and_(walk.mask, read.allowed)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import fx
 
 from gemopt.graph import terms as t
-from gemopt.graph.slots import Access, argument, is_tensor, op_name
+from gemopt.graph.slots import Access, Exprs, argument, is_tensor, op_name
 from gemopt.graph.terms import Term
 from gemopt.passes.recognise.walk import CASTS, MASK_HINT, VIEWS, NoMatch, Walk, compose, is_binary, slots_of
 
@@ -139,7 +139,9 @@ def _score_function(walk: Walk) -> bool:
     activation = ACTIVATIONS.get(name)
     if name == "aten.gelu" and argument(node, "approximate") == "tanh":
         activation = "gelu_tanh"
-    if name == "aten.leaky_relu" and argument(node, "negative_slope") == _LEAKY_SLOPE:
+    if name == "aten.leaky_relu":
+        if argument(node, "negative_slope") != _LEAKY_SLOPE:
+            raise NoMatch(node, f"leaky_relu with a slope other than {_LEAKY_SLOPE}")
         activation = "leaky_relu"
     if activation is not None:
         walk.score = activation
@@ -170,7 +172,33 @@ def _exponential(walk: Walk) -> bool:
         walk.score = "softmax"
         walk.pass_through()
         return True
+    if op_name(inner) == "aten.sub" and _minus_logsumexp(walk, inner):
+        for n in passed:
+            walk.move(walk.known.info(n).accesses[0])
+        walk.score = "softmax"
+        walk.move(walk.known.info(inner).accesses[0])
+        return True
     raise NoMatch(node, "exponentials of scores that are not divided by their sum over the keys")
+
+
+def _minus_logsumexp(walk: Walk, node: fx.Node) -> bool:
+    """``x - logsumexp(x, keys)``."""
+    if len(walk.known.info(node).accesses) != 2 or argument(node, "alpha", 1) != 1:
+        return False
+    x, total = walk.known.info(node).accesses
+    below, exprs = total.operand, compose(total, walk.exprs)
+    while walk.known.info(below).kind in VIEWS or op_name(below) in CASTS:
+        access = walk.known.info(below).accesses[0]
+        below, exprs = access.operand, compose(access, exprs)
+    return op_name(below) == "aten.logsumexp" and _over_keys_of(walk, below, exprs, x)
+
+
+def _over_keys_of(walk: Walk, reduced: fx.Node, exprs: Exprs, of: Access) -> bool:
+    """Whether ``reduced`` is a reduction of ``of.operand`` over the key axis alone, aligned with it."""
+    total = walk.known.info(reduced).accesses[0]
+    own = compose(of, walk.exprs)
+    without_keys = [None if e == t.slot(walk.key) else e for e in own]
+    return total.operand is of.operand and walk.key in slots_of(own) and without_keys == list(compose(total, exprs))
 
 
 def _normalised_exponentials(walk: Walk) -> bool:
@@ -184,12 +212,9 @@ def _normalised_exponentials(walk: Walk) -> bool:
         below, exprs = access.operand, compose(access, exprs)
     if op_name(below) != "aten.sum":
         return False
-    total = walk.known.info(below).accesses[0]
-    summed = compose(total, exprs)
-    own = compose(numerator, walk.exprs)
-    if total.operand is not numerator.operand:
+    if walk.known.info(below).accesses[0].operand is not numerator.operand:
         return False
-    if [None if e == t.slot(walk.key) else e for e in own] != list(summed):
+    if not _over_keys_of(walk, below, exprs, numerator):
         raise NoMatch(below, "weights are divided by a sum that is not over the keys alone")
     walk.move(numerator)
     after, walk.weight_mask = walk.weight_mask, t.TRUE

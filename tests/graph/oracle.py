@@ -126,6 +126,7 @@ def _ieee(f: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
 
 
 _SCALAR: dict[str, Callable[..., Any]] = {
+    "abs": abs,
     "le0": lambda a: a <= 0,
     "eq0": lambda a: a == 0,
     "ne0": lambda a: a != 0,

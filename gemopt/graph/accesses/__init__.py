@@ -20,7 +20,7 @@ from gemopt.graph.accesses.contractions import (
     reduction,
     token_loss,
 )
-from gemopt.graph.accesses.lookups import embedding, gather, index, index_select
+from gemopt.graph.accesses.lookups import embedding, gather, index, index_select, take_along_dim
 from gemopt.graph.accesses.movement import (
     cat,
     expand,
@@ -91,6 +91,7 @@ def _table() -> dict[str, Handler]:
         ("repeat_interleave", repeat_interleave),
         ("embedding", embedding),
         ("gather", gather),
+        ("take_along_dim", take_along_dim),
         ("index_select", index_select),
         ("index", index),
         ("sum mean amax amin prod any all logsumexp var std nansum argmax argmin count_nonzero", reduction),

@@ -14,6 +14,7 @@ from gemopt.graph.slots import (
     Exprs,
     Info,
     NotUnderstood,
+    argument,
     broadcast,
     fresh,
     identity,
@@ -57,6 +58,23 @@ def gather(node: fx.Node, ctx: Context) -> Info:
         else:
             raise NotUnderstood("gather with an index merged differently")
     return Info(idx.dims, (Access(x, tuple(exprs)), Access(index, identity(idx.dims))), "gather")
+
+
+def take_along_dim(node: fx.Node, ctx: Context) -> Info:
+    """gather whose operands are broadcast against each other outside ``dim``."""
+    x, index, dim = node.args[0], node.args[1], argument(node, "dim")
+    assert isinstance(x, fx.Node) and isinstance(index, fx.Node)
+    info, shape = ctx.info(x), shape_of(node)
+    if not isinstance(dim, int) or len(info.dims[dim % len(shape)]) > 1:
+        raise NotUnderstood("take_along_dim over all dims or a merged one")
+    dim %= len(shape)
+    others = Info((*info.dims[:dim], (), *info.dims[dim + 1 :]))
+    dims, (rest, own) = broadcast([others, ctx.info(index)], shape)
+    value = ctx.value(index)
+    position = None if value is None else forward_value(value, own)
+    at = sum(map(len, info.dims[:dim]))
+    exprs = (*rest[:at], *([position] * len(info.dims[dim])), *rest[at:])
+    return Info(dims, (Access(x, exprs), Access(index, own)), "gather")
 
 
 def index_select(node: fx.Node, ctx: Context) -> Info:

@@ -49,6 +49,7 @@ _UNTAGGED_POINTWISE = frozenset(
         "__or__",
         "__xor__",
         "log_sigmoid",
+        "hardswish",
         "rand_like",
         "randn_like",
     ]

@@ -36,7 +36,8 @@ def attention_kernels(q: Tensor) -> tuple[Forward, Backward]:
     return _forward, _backward
 
 
-def _is_hopper(x: Tensor) -> bool:
+def is_hopper(x: Tensor) -> bool:
+    """Whether ops on `x` may run as Gluon kernels."""
     return (
         x.device.type == "cuda"
         and torch.version.hip is None
@@ -52,7 +53,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tens
 
     if spec.block_size and blocks.refusal(q, k, v, spec) is None:
         return blocks.forward(q, k, v, spec)
-    if _is_hopper(q):
+    if is_hopper(q):
         from gemopt.kernels.gluon import attention as hopper
 
         if hopper.refusal(q, k, v, spec) is None:
@@ -75,7 +76,7 @@ def _backward(
 
     if spec.block_size and lse is not None and blocks.refusal(q, k, v, spec) is None:
         return *blocks.backward(dout, q, k, v, lse, spec), None
-    if _is_hopper(q) and not bias_grad:
+    if is_hopper(q) and not bias_grad:
         from gemopt.kernels.gluon import attention as hopper
 
         if hopper.refusal(q, k, v, spec, backward=True) is None:

@@ -58,7 +58,10 @@ def _unsupported_shape(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, bac
 
 
 def shape_of(q: Tensor, spec: AttentionSpec) -> table.Shape:
-    return table.Shape(q.shape[2], spec.softmax, spec.masked, spec.max_q, spec.max_k)
+    left, right = spec.window
+    right = 0 if spec.causal else right
+    visible = spec.max_k if left < 0 or right < 0 else min(spec.max_k, left + right + 1)
+    return table.Shape(q.shape[2], spec.softmax, spec.masked, spec.max_q, visible)
 
 
 def runs(spec: AttentionSpec, heads: int) -> list[tuple[str, int, int]]:
@@ -73,16 +76,16 @@ def runs(spec: AttentionSpec, heads: int) -> list[tuple[str, int, int]]:
     return found
 
 
-def call_of(name: str, spec: AttentionSpec, dtype: torch.dtype) -> Call:
+def call_of(name: str, spec: AttentionSpec, dtype: torch.dtype, add_q: bool = False) -> Call:
     left, right = spec.window
     if spec.causal:
         right = 0
     post_scale = 1.0 if name == SOFTMAX else spec.post_scale
-    return Call(scores.code(name, dtype), spec.scale, post_scale, left, right, spec.bottom_right)
+    return Call(scores.code(name, dtype), spec.scale, post_scale, left, right, spec.bottom_right, add_q)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
-    """out `[Tq, H, D]`, lse fp32 `[Tq, H]` (`[0, H]` unless softmax). Ask `refusal` first."""
+def forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, add_q: bool = False) -> tuple[Tensor, Tensor]:
+    """out `[Tq, H, D]`, lse fp32 `[Tq, H]` (`[0, H]` unless softmax). Ask `refusal` first. add_q: out + q instead."""
     q, k, v = (launch.rows_of(x) for x in (q, k, v))
     heads, sharing = q.shape[1], q.shape[1] // k.shape[1]
     cfg = table.forward_config(shape_of(q, spec))
@@ -92,22 +95,31 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tenso
     tiles = launch.tile_list(spec.q_offsets, spec.k_offsets, q.shape[0], cfg.parts * launch.M)
     for name, first, size in runs(spec, heads):
         own, shared = slice(first, first + size), slice(first // sharing, (first + size) // sharing)
-        call = call_of(name, spec, q.dtype)
+        call = call_of(name, spec, q.dtype, add_q)
         launch.run_forward(q[:, own], k[:, shared], v[:, shared], out[:, own], lse, tiles, call, cfg)
     return out, lse
 
 
 def backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, lse: Tensor | None, spec: AttentionSpec
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor | None,
+    lse: Tensor | None,
+    spec: AttentionSpec,
+    add_q: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v. `torch.use_deterministic_algorithms` selects the form without atomic additions."""
+    """Gradients of q, k and v; add_q as in the forward. `torch.use_deterministic_algorithms` selects the form without atomic additions."""
     dout, q, k, v = (launch.rows_of(x) for x in (dout, q, k, v))
     heads, sharing = q.shape[1], q.shape[1] // k.shape[1]
     shape = shape_of(q, spec)
     form = table.backward_form(shape, torch.are_deterministic_algorithms_enabled())
     fused = form == "fused"
     grads = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device) if fused else grads[0]
+    dq = grads[0]
+    if fused:
+        dq = dout.float() if add_q else torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     stats = dout  # a pointer that nobody reads, unless softmax
     if spec.softmax:
         assert out is not None and lse is not None
@@ -117,7 +129,7 @@ def backward(
         q_tiles = launch.tile_list(spec.q_offsets, spec.k_offsets, q.shape[0], 2 * launch.M)
     for name, first, size in runs(spec, heads):
         own, shared = slice(first, first + size), slice(first // sharing, (first + size) // sharing)
-        call = call_of(name, spec, q.dtype)
+        call = call_of(name, spec, q.dtype, add_q)
         x, y = (k[:, shared], v[:, shared]), (q[:, own], dout[:, own])
         dkdv = grads[1][:, shared], grads[2][:, shared]
         if fused:

@@ -21,7 +21,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from gemopt.kernels.gluon.parts import Band, as_matrix, load_tile, new_columns, new_ring, placed, store_rows, zero_if_empty
+from gemopt.kernels.gluon.parts import (
+    Band,
+    as_matrix,
+    load_tile,
+    new_columns,
+    new_ring,
+    placed,
+    skip_items,
+    store_rows,
+    zero_if_empty,
+)
 from gemopt.kernels.gluon.scores import SOFTMAX, units_and_slope
 
 M = gl.constexpr(64)
@@ -110,16 +120,60 @@ def produce(
 
 
 @gluon.jit
-def query_side(
-    part: gl.constexpr, dq_desc, stats, q_rows, x1, x2, y1, y2, tiles, count, heads, sharing, scale, prescale, ds_scale,
-    dv_scale, band, D: gl.constexpr, DV: gl.constexpr, ACT: gl.constexpr, EARLY_WAIT: gl.constexpr,
+def query_gradient(
+    q, dout, y1, y2, item, low, n, s0, dp0, x, q_len, k_len, scale, prescale, ds_scale, band, D: gl.constexpr,
+    ACT: gl.constexpr, ADD: gl.constexpr, EARLY_WAIT: gl.constexpr,
 ):  # fmt: skip
-    """dQ of 64 queries. dS_{j-1} K_{j-1} runs while dS_j is made."""
+    """dQ of 64 queries, left in their buffer; s0 and dp0 are what the accumulators of S and dP start from.
+
+    dS_{j-1} K_{j-1} runs while dS_j is made.
+    """
+    dtype: gl.constexpr = q.dtype
     ROWS_K: gl.constexpr = y1.data.shape[3]
-    dtype: gl.constexpr = x1.data.dtype
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS_K, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
+    acc = gl.zeros([M, D], gl.float32, o_layout)
+    y1.wait_full(item)
+    y2.wait_full(item)
+    s_ = warpgroup_mma(q, as_matrix(y1.box(item)).permute([1, 0]), s0, use_acc=ACT == SOFTMAX, is_async=True)
+    dp_ = warpgroup_mma(dout, as_matrix(y2.box(item)).permute([1, 0]), dp0, use_acc=ACT == SOFTMAX, is_async=True)
+    s, dp = warpgroup_mma_wait(0, [s_, dp_])
+    y2.release(item)
+    _, slope = weights_and_slopes(s, x, low, q_len, k_len, scale, prescale, band, ACT)
+    ds = gl.convert_layout((slope * dp).to(dtype), p_layout)
+    for j in range(1, n):
+        y1.wait_full(item + 1)
+        y2.wait_full(item + 1)
+        s_ = warpgroup_mma(q, as_matrix(y1.box(item + 1)).permute([1, 0]), s0, use_acc=ACT == SOFTMAX, is_async=True)
+        dp_ = warpgroup_mma(dout, as_matrix(y2.box(item + 1)).permute([1, 0]), dp0, use_acc=ACT == SOFTMAX, is_async=True)
+        adding = warpgroup_mma(ds, as_matrix(y1.box(item)), acc, is_async=True)
+        s, dp = warpgroup_mma_wait(1, [s_, dp_])
+        y2.release(item + 1)
+        _, slope = weights_and_slopes(s, x, low + j * ROWS_K, q_len, k_len, scale, prescale, band, ACT)
+        next_ds = gl.convert_layout((slope * dp).to(dtype), p_layout)
+        if EARLY_WAIT:
+            y1.wait_full(item + 1)  # completed: ends the basic block (see forward.py)
+        acc, ds = warpgroup_mma_wait(0, [adding, ds])
+        y1.release(item)
+        ds = next_ds
+        item += 1
+    adding = warpgroup_mma(ds, as_matrix(y1.box(item)), acc, is_async=True)
+    acc = warpgroup_mma_wait(0, [adding])
+    y1.release(item)
+    acc = zero_if_empty(acc * ds_scale, k_len)
+    if ADD:
+        acc = acc + dout.load(o_layout).to(gl.float32)
+    q.store(acc.to(dtype))
+
+
+@gluon.jit
+def query_side(
+    part: gl.constexpr, dq_desc, stats, q_rows, x1, x2, y1, y2, tiles, count, heads, sharing, scale, prescale, ds_scale, band,
+    D: gl.constexpr, ACT: gl.constexpr, ADD: gl.constexpr, EARLY_WAIT: gl.constexpr,
+):  # fmt: skip
+    """A warpgroup that makes dQ of query rows `part * 64` and on of each tile."""
+    ROWS_K: gl.constexpr = y1.data.shape[3]
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS_K, 16])
     zero = gl.zeros([M, ROWS_K], gl.float32, s_layout)
     item = 0
     turn = 0
@@ -128,117 +182,108 @@ def query_side(
         first, q_start, q_len, k_start, k_len = load_tile(tiles, t // heads)
         x = first + part * M
         low, n = band.span(first, x1.PARTS * M, q_len, k_len, ROWS_K)
-        acc = gl.zeros([M, D], gl.float32, o_layout)
-        s0 = zero
-        dp0 = zero
-        if ACT == SOFTMAX:
-            r = x + gl.arange(0, M, layout=gl.SliceLayout(1, s_layout))
-            lse = stats + head.to(gl.int64) * q_rows + q_start + r
-            s0 = zero + gl.load(lse, mask=r < q_len, other=float("-inf"))[:, None]
-            dp0 = zero + gl.load(lse + heads.to(gl.int64) * q_rows, mask=r < q_len, other=0.0)[:, None]
-        q = as_matrix(x1.box(turn, part))
-        dout = as_matrix(x2.box(turn, part))
         x1.wait_full(turn)
         x2.wait_full(turn)
-        y1.wait_full(item)
-        y2.wait_full(item)
-        s_ = warpgroup_mma(q, as_matrix(y1.box(item)).permute([1, 0]), s0, use_acc=ACT == SOFTMAX, is_async=True)
-        dp_ = warpgroup_mma(dout, as_matrix(y2.box(item)).permute([1, 0]), dp0, use_acc=ACT == SOFTMAX, is_async=True)
-        s, dp = warpgroup_mma_wait(0, [s_, dp_])
-        y2.release(item)
-        _, slope = weights_and_slopes(s, x, low, q_len, k_len, scale, prescale, band, ACT)
-        ds = gl.convert_layout((slope * dp).to(dtype), p_layout)
-        for j in range(1, n):
-            y1.wait_full(item + 1)
-            y2.wait_full(item + 1)
-            s_ = warpgroup_mma(q, as_matrix(y1.box(item + 1)).permute([1, 0]), s0, use_acc=ACT == SOFTMAX, is_async=True)
-            dp_ = warpgroup_mma(
-                dout, as_matrix(y2.box(item + 1)).permute([1, 0]), dp0, use_acc=ACT == SOFTMAX, is_async=True
-            )
-            adding = warpgroup_mma(ds, as_matrix(y1.box(item)), acc, is_async=True)
-            s, dp = warpgroup_mma_wait(1, [s_, dp_])
-            y2.release(item + 1)
-            _, slope = weights_and_slopes(s, x, low + j * ROWS_K, q_len, k_len, scale, prescale, band, ACT)
-            next_ds = gl.convert_layout((slope * dp).to(dtype), p_layout)
-            if EARLY_WAIT:
-                y1.wait_full(item + 1)  # completed: ends the basic block (see forward.py)
-            acc, ds = warpgroup_mma_wait(0, [adding, ds])
-            y1.release(item)
-            ds = next_ds
-            item += 1
-        adding = warpgroup_mma(ds, as_matrix(y1.box(item)), acc, is_async=True)
-        acc = warpgroup_mma_wait(0, [adding])
-        y1.release(item)
-        item += 1
-        q.store(zero_if_empty(acc * ds_scale, k_len).to(dtype))
-        fence_async_shared()
-        store_rows(dq_desc, x1.box(turn, part), q_start, q_len, x, head * D)
-        tma.store_wait(0)
+        if x < q_len:
+            s0 = zero
+            dp0 = zero
+            if ACT == SOFTMAX:
+                r = x + gl.arange(0, M, layout=gl.SliceLayout(1, s_layout))
+                lse = stats + head.to(gl.int64) * q_rows + q_start + r
+                s0 = zero + gl.load(lse, mask=r < q_len, other=float("-inf"))[:, None]
+                dp0 = zero + gl.load(lse + heads.to(gl.int64) * q_rows, mask=r < q_len, other=0.0)[:, None]
+            q_box = x1.box(turn, part)
+            query_gradient(
+                as_matrix(q_box), as_matrix(x2.box(turn, part)), y1, y2, item, low, n, s0, dp0, x, q_len, k_len, scale, prescale,
+                ds_scale, band, D, ACT, ADD, EARLY_WAIT,
+            )  # fmt: skip
+            fence_async_shared()
+            store_rows(dq_desc, q_box, q_start, q_len, x, head * D)
+            tma.store_wait(0)
+        else:
+            skip_items(y1, y2, item, n)
+        item += n
         x1.release(turn)
         x2.release(turn)
         turn += 1
 
 
 @gluon.jit
-def key_side(
-    part: gl.constexpr, dk_desc, dv_desc, x1, x2, y1, y2, columns, tiles, count, heads, sharing, scale, prescale,
-    ds_scale, dv_scale, band, D: gl.constexpr, DV: gl.constexpr, ACT: gl.constexpr, EARLY_WAIT: gl.constexpr,
+def key_gradients(
+    k, v, y1, y2, columns, item, low, n, sharing, x, k_len, q_len, scale, prescale, ds_scale, dv_scale, band,
+    D: gl.constexpr, DV: gl.constexpr, ACT: gl.constexpr, EARLY_WAIT: gl.constexpr,
 ):  # fmt: skip
-    """dK and dV of 64 keys, from the transposed scores."""
+    """dK and dV of 64 keys, left in their buffers, from the transposed scores."""
     ROWS_Q: gl.constexpr = y1.data.shape[3]
-    dtype: gl.constexpr = x1.data.dtype
+    dtype: gl.constexpr = k.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS_Q, 16])
     k_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     v_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
     zero = gl.zeros([M, ROWS_Q], gl.float32, s_layout)
+    dk = gl.zeros([M, D], gl.float32, k_layout)
+    dv = gl.zeros([M, DV], gl.float32, v_layout)
+    for step in range(n * sharing):
+        y = low + (step % n) * ROWS_Q
+        s0 = zero
+        dp0 = zero
+        if ACT == SOFTMAX:
+            lse, delta = columns.read(item, gl.SliceLayout(0, s_layout))
+            s0 = placed(lse[None, :], zero)
+            dp0 = placed(delta[None, :], zero)
+        y1.wait_full(item)
+        y2.wait_full(item)
+        s_ = warpgroup_mma(k, as_matrix(y1.box(item)).permute([1, 0]), s0, use_acc=ACT == SOFTMAX, is_async=True)
+        dp_ = warpgroup_mma(v, as_matrix(y2.box(item)).permute([1, 0]), dp0, use_acc=ACT == SOFTMAX, is_async=True)
+        if EARLY_WAIT:
+            s = warpgroup_mma_wait(1, [s_])
+            p32, slope = weights_and_slopes(s, x, y, k_len, q_len, scale, prescale, band, ACT)
+            p = gl.convert_layout(p32.to(dtype), gl.DotOperandLayout(0, v_layout, 2))
+            y2.wait_full(item)  # completed: ends the basic block (see forward.py)
+            dp = warpgroup_mma_wait(0, [dp_])
+        else:
+            s, dp = warpgroup_mma_wait(0, [s_, dp_])
+            p32, slope = weights_and_slopes(s, x, y, k_len, q_len, scale, prescale, band, ACT)
+            p = gl.convert_layout(p32.to(dtype), gl.DotOperandLayout(0, v_layout, 2))
+        ds = gl.convert_layout((slope * dp).to(dtype), gl.DotOperandLayout(0, k_layout, 2))
+        dv_ = warpgroup_mma(p, as_matrix(y2.box(item)), dv, is_async=True)
+        dk_ = warpgroup_mma(ds, as_matrix(y1.box(item)), dk, is_async=True)
+        dv, dk, p, ds = warpgroup_mma_wait(0, [dv_, dk_, p, ds])
+        y1.release(item)
+        y2.release(item)
+        item += 1
+    k.store(zero_if_empty(dk * ds_scale, q_len).to(dtype))
+    v.store(zero_if_empty(dv * dv_scale, q_len).to(dtype))
+
+
+@gluon.jit
+def key_side(
+    part: gl.constexpr, dk_desc, dv_desc, x1, x2, y1, y2, columns, tiles, count, heads, sharing, scale, prescale, ds_scale,
+    dv_scale, band, D: gl.constexpr, DV: gl.constexpr, ACT: gl.constexpr, EARLY_WAIT: gl.constexpr,
+):  # fmt: skip
+    """A warpgroup that makes dK and dV of key rows `part * 64` and on of each tile."""
     item = 0
     turn = 0
     for t in range(gl.program_id(0), gl.load(count) * heads, gl.num_programs(0)):
         head = t % heads
         first, k_start, k_len, q_start, q_len = load_tile(tiles, t // heads)
         x = first + part * M
-        low, n = band.span(first, x1.PARTS * M, k_len, q_len, ROWS_Q)
-        dk = gl.zeros([M, D], gl.float32, k_layout)
-        dv = gl.zeros([M, DV], gl.float32, v_layout)
-        k = as_matrix(x1.box(turn, part))
-        v = as_matrix(x2.box(turn, part))
+        low, n = band.span(first, x1.PARTS * M, k_len, q_len, y1.data.shape[3])
         x1.wait_full(turn)
         x2.wait_full(turn)
-        for step in range(n * sharing):
-            y = low + (step % n) * ROWS_Q
-            s0 = zero
-            dp0 = zero
-            if ACT == SOFTMAX:
-                lse, delta = columns.read(item, gl.SliceLayout(0, s_layout))
-                s0 = placed(lse[None, :], zero)
-                dp0 = placed(delta[None, :], zero)
-            y1.wait_full(item)
-            y2.wait_full(item)
-            s_ = warpgroup_mma(k, as_matrix(y1.box(item)).permute([1, 0]), s0, use_acc=ACT == SOFTMAX, is_async=True)
-            dp_ = warpgroup_mma(v, as_matrix(y2.box(item)).permute([1, 0]), dp0, use_acc=ACT == SOFTMAX, is_async=True)
-            if EARLY_WAIT:
-                s = warpgroup_mma_wait(1, [s_])
-                p32, slope = weights_and_slopes(s, x, y, k_len, q_len, scale, prescale, band, ACT)
-                p = gl.convert_layout(p32.to(dtype), gl.DotOperandLayout(0, v_layout, 2))
-                y2.wait_full(item)  # completed: ends the basic block (see forward.py)
-                dp = warpgroup_mma_wait(0, [dp_])
-            else:
-                s, dp = warpgroup_mma_wait(0, [s_, dp_])
-                p32, slope = weights_and_slopes(s, x, y, k_len, q_len, scale, prescale, band, ACT)
-                p = gl.convert_layout(p32.to(dtype), gl.DotOperandLayout(0, v_layout, 2))
-            ds = gl.convert_layout((slope * dp).to(dtype), gl.DotOperandLayout(0, k_layout, 2))
-            dv_ = warpgroup_mma(p, as_matrix(y2.box(item)), dv, is_async=True)
-            dk_ = warpgroup_mma(ds, as_matrix(y1.box(item)), dk, is_async=True)
-            dv, dk, p, ds = warpgroup_mma_wait(0, [dv_, dk_, p, ds])
-            y1.release(item)
-            y2.release(item)
-            item += 1
-        k.store(zero_if_empty(dk * ds_scale, q_len).to(dtype))
-        v.store(zero_if_empty(dv * dv_scale, q_len).to(dtype))
-        fence_async_shared()
-        store_rows(dk_desc, x1.box(turn, part), k_start, k_len, x, head * D)
-        store_rows(dv_desc, x2.box(turn, part), k_start, k_len, x, head * DV)
-        tma.store_wait(0)
+        if x < k_len:
+            k_box = x1.box(turn, part)
+            v_box = x2.box(turn, part)
+            key_gradients(
+                as_matrix(k_box), as_matrix(v_box), y1, y2, columns, item, low, n, sharing, x, k_len, q_len, scale, prescale,
+                ds_scale, dv_scale, band, D, DV, ACT, EARLY_WAIT,
+            )  # fmt: skip
+            fence_async_shared()
+            store_rows(dk_desc, k_box, k_start, k_len, x, head * D)
+            store_rows(dv_desc, v_box, k_start, k_len, x, head * DV)
+            tma.store_wait(0)
+        else:
+            skip_items(y1, y2, item, n * sharing)
+        item += n * sharing
         x1.release(turn)
         x2.release(turn)
         turn += 1
@@ -268,6 +313,7 @@ def attention_backward(
     D: gl.constexpr,
     DV: gl.constexpr,
     ACT: gl.constexpr,
+    ADD: gl.constexpr,
     BEFORE: gl.constexpr,
     AFTER: gl.constexpr,
     BOTTOM_RIGHT: gl.constexpr,
@@ -296,8 +342,8 @@ def attention_backward(
         ], [4, 1], [REGISTERS, 24])
     else:
         gl.warp_specialize([
-            (query_side, (gl.constexpr(0), d1_desc, stats, q_rows, x1, x2, y1, y2, tiles, count, heads, sharing, scale, prescale, ds_scale, dv_scale, band, D, DV, ACT, EARLY_WAIT)),
-            (query_side, (gl.constexpr(1), d1_desc, stats, q_rows, x1, x2, y1, y2, tiles, count, heads, sharing, scale, prescale, ds_scale, dv_scale, band, D, DV, ACT, EARLY_WAIT)),
+            (query_side, (gl.constexpr(0), d1_desc, stats, q_rows, x1, x2, y1, y2, tiles, count, heads, sharing, scale, prescale, ds_scale, band, D, ACT, ADD, EARLY_WAIT)),
+            (query_side, (gl.constexpr(1), d1_desc, stats, q_rows, x1, x2, y1, y2, tiles, count, heads, sharing, scale, prescale, ds_scale, band, D, ACT, ADD, EARLY_WAIT)),
             (produce, (x1_desc, x2_desc, y1_desc, y2_desc, x1, x2, y1, y2, columns, stats, q_rows, tiles, count, heads, sharing, band, KEY_SIDE, D, DV, ACT)),
         ], [4, 1], [REGISTERS, 24])
     # fmt: on

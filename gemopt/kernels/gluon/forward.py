@@ -3,7 +3,7 @@
 For a tile of PARTS·64 queries, over key tiles j of ROWS_K rows:
 
     S_j = Q K_jᵀ,   softmax: P_j = 2^(c S_j - m),  l = Σ P,  O = Σ P_j V_j / l
-                    gdpa:    P_j = act(scale·S_j),           O = post_scale · Σ P_j V_j
+                    gdpa:    P_j = act(scale·S_j),           O = post_scale · Σ P_j V_j  (+ Q if ADD_Q, the residual of a PFFN)
 
 The producer warp copies Q, K, V; each consumer warpgroup owns 64 query rows and keeps S (ROWS_K columns) and O (DV
 columns) in registers. Q K_jᵀ is issued before P_{j-1} V_{j-1}, so the tensor cores work on the older product while the
@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from gemopt.kernels.gluon.parts import Band, as_matrix, load_tile, new_ring, store_rows, zero_if_empty
+from gemopt.kernels.gluon.parts import Band, as_matrix, load_tile, new_ring, skip_items, store_rows, zero_if_empty
 from gemopt.kernels.gluon.scores import SOFTMAX, units
 
 M = gl.constexpr(64)  # query rows of one warpgroup: one wgmma tile
@@ -72,92 +72,94 @@ def weights(s, top, total, x, y, q_len, k_len, scale, band, ACT: gl.constexpr):
 
 
 @gluon.jit
-def consume(
-    part: gl.constexpr,
-    out_desc,
-    lse_ptr,
-    q,
-    k,
-    v,
-    tiles,
-    count,
-    heads,
-    scale,
-    prescale,
-    out_scale,
-    band,
-    D: gl.constexpr,
-    DV: gl.constexpr,
-    ACT: gl.constexpr,
-    EARLY_WAIT: gl.constexpr,
-):
-    """A multiplying warpgroup: query rows `part * 64` and on of each tile."""
+def attend(
+    q_box, q, k, v, item, low, n, x, q_start, q_len, k_len, lse_ptr, heads, head, scale, prescale, out_scale, band,
+    DV: gl.constexpr, ACT: gl.constexpr, ADD_Q: gl.constexpr, EARLY_WAIT: gl.constexpr,
+):  # fmt: skip
+    """Output of 64 queries, left in their buffer; uses up the key tiles `item : item + n`."""
     ROWS_K: gl.constexpr = k.data.shape[3]
     dtype: gl.constexpr = q.data.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS_K, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     zero = gl.zeros([M, ROWS_K], gl.float32, s_layout)
+    top = gl.full([M], float("-inf"), gl.float32, gl.SliceLayout(1, s_layout))
+    total = gl.zeros([M], gl.float32, gl.SliceLayout(1, s_layout))
+    acc = gl.zeros([M, DV], gl.float32, o_layout)
+    k.wait_full(item)
+    started = warpgroup_mma(as_matrix(q_box), as_matrix(k.box(item)).permute([1, 0]), zero, use_acc=False, is_async=True)
+    s = warpgroup_mma_wait(0, [started])
+    k.release(item)
+    if prescale != 1.0:
+        s = s * prescale
+    p32, top, total, decay = weights(s, top, total, x, low, q_len, k_len, scale, band, ACT)
+    p = gl.convert_layout(p32.to(dtype), p_layout)
+    for j in range(1, n):
+        k.wait_full(item + 1)
+        started = warpgroup_mma(
+            as_matrix(q_box), as_matrix(k.box(item + 1)).permute([1, 0]), zero, use_acc=False, is_async=True
+        )
+        v.wait_full(item)
+        adding = warpgroup_mma(p, as_matrix(v.box(item)), acc, is_async=True)
+        s = warpgroup_mma_wait(1, [started])
+        k.release(item + 1)
+        if prescale != 1.0:
+            s = s * prescale
+        p32, top, total, decay = weights(s, top, total, x, low + j * ROWS_K, q_len, k_len, scale, band, ACT)
+        next_p = gl.convert_layout(p32.to(dtype), p_layout)
+        if EARLY_WAIT:
+            # A wait on a barrier that has completed: it ends the basic block. Without it ptxas moves the wait for
+            # the product above most of the score function, which then no longer overlaps with it.
+            v.wait_full(item)
+        acc, p = warpgroup_mma_wait(0, [adding, p])
+        v.release(item)
+        if ACT == SOFTMAX:
+            acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, o_layout))[:, None]
+        p = next_p
+        item += 1
+    v.wait_full(item)
+    adding = warpgroup_mma(p, as_matrix(v.box(item)), acc, is_async=True)
+    acc = warpgroup_mma_wait(0, [adding])
+    v.release(item)
+    if ACT == SOFTMAX:
+        sums = gl.where(total == 0.0, 1.0, total)
+        acc = acc / gl.convert_layout(sums, gl.SliceLayout(1, o_layout))[:, None]
+        rows = x + gl.arange(0, M, layout=gl.SliceLayout(1, s_layout))
+        lse = (top * scale + gl.log2(total)) * LN2  # -inf where nothing is seen
+        gl.store(lse_ptr + (q_start + rows).to(gl.int64) * heads + head, lse, mask=rows < q_len)
+    else:
+        acc = zero_if_empty(acc * out_scale, k_len)
+    if ADD_Q:
+        acc = acc + as_matrix(q_box).load(o_layout).to(gl.float32)
+    as_matrix(q_box).store(acc.to(dtype))
+
+
+@gluon.jit
+def consume(
+    part: gl.constexpr, out_desc, lse_ptr, q, k, v, tiles, count, heads, scale, prescale, out_scale, band,
+    DV: gl.constexpr, ACT: gl.constexpr, ADD_Q: gl.constexpr, EARLY_WAIT: gl.constexpr,
+):  # fmt: skip
+    """A multiplying warpgroup: query rows `part * 64` and on of each tile."""
     item = 0
     turn = 0
     for t in range(gl.program_id(0), gl.load(count) * heads, gl.num_programs(0)):
         head = t % heads
         first, q_start, q_len, k_start, k_len = load_tile(tiles, t // heads)
         x = first + part * M
-        low, n = band.span(first, q.PARTS * M, q_len, k_len, ROWS_K)
-        top = gl.full([M], float("-inf"), gl.float32, gl.SliceLayout(1, s_layout))
-        total = gl.zeros([M], gl.float32, gl.SliceLayout(1, s_layout))
-        acc = gl.zeros([M, DV], gl.float32, o_layout)
-        q_box = q.box(turn, part)
+        low, n = band.span(first, q.PARTS * M, q_len, k_len, k.data.shape[3])
         q.wait_full(turn)
-        k.wait_full(item)
-        started = warpgroup_mma(as_matrix(q_box), as_matrix(k.box(item)).permute([1, 0]), zero, use_acc=False, is_async=True)
-        s = warpgroup_mma_wait(0, [started])
-        k.release(item)
-        if prescale != 1.0:
-            s = s * prescale
-        p32, top, total, decay = weights(s, top, total, x, low, q_len, k_len, scale, band, ACT)
-        p = gl.convert_layout(p32.to(dtype), p_layout)
-        for j in range(1, n):
-            k.wait_full(item + 1)
-            started = warpgroup_mma(
-                as_matrix(q_box), as_matrix(k.box(item + 1)).permute([1, 0]), zero, use_acc=False, is_async=True
-            )
-            v.wait_full(item)
-            adding = warpgroup_mma(p, as_matrix(v.box(item)), acc, is_async=True)
-            s = warpgroup_mma_wait(1, [started])
-            k.release(item + 1)
-            if prescale != 1.0:
-                s = s * prescale
-            p32, top, total, decay = weights(s, top, total, x, low + j * ROWS_K, q_len, k_len, scale, band, ACT)
-            next_p = gl.convert_layout(p32.to(dtype), p_layout)
-            if EARLY_WAIT:
-                # A wait on a barrier that has completed: it ends the basic block. Without it ptxas moves the wait for
-                # the product above most of the score function, which then no longer overlaps with it.
-                v.wait_full(item)
-            acc, p = warpgroup_mma_wait(0, [adding, p])
-            v.release(item)
-            if ACT == SOFTMAX:
-                acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, o_layout))[:, None]
-            p = next_p
-            item += 1
-        v.wait_full(item)
-        adding = warpgroup_mma(p, as_matrix(v.box(item)), acc, is_async=True)
-        acc = warpgroup_mma_wait(0, [adding])
-        v.release(item)
-        item += 1
-        if ACT == SOFTMAX:
-            sums = gl.where(total == 0.0, 1.0, total)
-            acc = acc / gl.convert_layout(sums, gl.SliceLayout(1, o_layout))[:, None]
-            rows = x + gl.arange(0, M, layout=gl.SliceLayout(1, s_layout))
-            lse = (top * scale + gl.log2(total)) * LN2  # -inf where nothing is seen
-            gl.store(lse_ptr + (q_start + rows).to(gl.int64) * heads + head, lse, mask=rows < q_len)
+        if x < q_len:
+            q_box = q.box(turn, part)
+            attend(
+                q_box, q, k, v, item, low, n, x, q_start, q_len, k_len, lse_ptr, heads, head, scale, prescale, out_scale, band,
+                DV, ACT, ADD_Q, EARLY_WAIT,
+            )  # fmt: skip
+            fence_async_shared()
+            store_rows(out_desc, q_box, q_start, q_len, x, head * DV)
+            tma.store_wait(0)
         else:
-            acc = zero_if_empty(acc * out_scale, k_len)
-        as_matrix(q_box).store(acc.to(dtype))
-        fence_async_shared()
-        store_rows(out_desc, q_box, q_start, q_len, x, head * DV)
-        tma.store_wait(0)
+            skip_items(k, v, item, n)
+        item += n
         q.release(turn)
         turn += 1
 
@@ -181,6 +183,7 @@ def attention_forward(
     D: gl.constexpr,
     DV: gl.constexpr,
     ACT: gl.constexpr,
+    ADD_Q: gl.constexpr,
     BEFORE: gl.constexpr,
     AFTER: gl.constexpr,
     BOTTOM_RIGHT: gl.constexpr,
@@ -200,20 +203,20 @@ def attention_forward(
     # fmt: off
     if PARTS == 1:
         gl.warp_specialize([
-            (consume, (gl.constexpr(0), out_desc, lse_ptr, q, k, v, tiles, count, heads, scale, prescale, out_scale, band, D, DV, ACT, EARLY_WAIT)),
+            (consume, (gl.constexpr(0), out_desc, lse_ptr, q, k, v, tiles, count, heads, scale, prescale, out_scale, band, DV, ACT, ADD_Q, EARLY_WAIT)),
             (produce, (q_desc, k_desc, v_desc, q, k, v, tiles, count, heads, sharing, band, D, DV)),
         ], [1], [24])
     elif PARTS == 2:
         gl.warp_specialize([
-            (consume, (gl.constexpr(0), out_desc, lse_ptr, q, k, v, tiles, count, heads, scale, prescale, out_scale, band, D, DV, ACT, EARLY_WAIT)),
-            (consume, (gl.constexpr(1), out_desc, lse_ptr, q, k, v, tiles, count, heads, scale, prescale, out_scale, band, D, DV, ACT, EARLY_WAIT)),
+            (consume, (gl.constexpr(0), out_desc, lse_ptr, q, k, v, tiles, count, heads, scale, prescale, out_scale, band, DV, ACT, ADD_Q, EARLY_WAIT)),
+            (consume, (gl.constexpr(1), out_desc, lse_ptr, q, k, v, tiles, count, heads, scale, prescale, out_scale, band, DV, ACT, ADD_Q, EARLY_WAIT)),
             (produce, (q_desc, k_desc, v_desc, q, k, v, tiles, count, heads, sharing, band, D, DV)),
         ], [4, 1], [REGISTERS, 24])
     else:
         gl.warp_specialize([
-            (consume, (gl.constexpr(0), out_desc, lse_ptr, q, k, v, tiles, count, heads, scale, prescale, out_scale, band, D, DV, ACT, EARLY_WAIT)),
-            (consume, (gl.constexpr(1), out_desc, lse_ptr, q, k, v, tiles, count, heads, scale, prescale, out_scale, band, D, DV, ACT, EARLY_WAIT)),
-            (consume, (gl.constexpr(2), out_desc, lse_ptr, q, k, v, tiles, count, heads, scale, prescale, out_scale, band, D, DV, ACT, EARLY_WAIT)),
+            (consume, (gl.constexpr(0), out_desc, lse_ptr, q, k, v, tiles, count, heads, scale, prescale, out_scale, band, DV, ACT, ADD_Q, EARLY_WAIT)),
+            (consume, (gl.constexpr(1), out_desc, lse_ptr, q, k, v, tiles, count, heads, scale, prescale, out_scale, band, DV, ACT, ADD_Q, EARLY_WAIT)),
+            (consume, (gl.constexpr(2), out_desc, lse_ptr, q, k, v, tiles, count, heads, scale, prescale, out_scale, band, DV, ACT, ADD_Q, EARLY_WAIT)),
             (produce, (q_desc, k_desc, v_desc, q, k, v, tiles, count, heads, sharing, band, D, DV)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])
     # fmt: on

@@ -33,6 +33,7 @@ class Call:
     """What an attention call means to these kernels.
 
     act: a code of `scores`; 0 is softmax. left, right: the window, -1 unlimited; a causal mask is right = 0.
+    add_q: the output is attention + q, and dq gains dO (the residual inside a PFFN block).
     """
 
     act: int
@@ -41,6 +42,7 @@ class Call:
     left: int = -1
     right: int = -1
     bottom_right: bool = False
+    add_q: bool = False
 
     def band(self, keys_stationary: bool = False) -> dict[str, Any]:
         before, after = (self.right, self.left) if keys_stationary else (self.left, self.right)
@@ -143,6 +145,7 @@ def forward_arguments(
         "D": d,
         "DV": dv,
         "ACT": call.act,
+        "ADD_Q": call.add_q,
         "PARTS": cfg.parts,
         "STAGES": cfg.stages,
         "Q_STAGES": cfg.q_stages,
@@ -207,6 +210,7 @@ def side_arguments(
         "D": d,
         "DV": dv,
         "ACT": call.act,
+        "ADD": call.add_q,
         "X_STAGES": cfg.x_stages,
         "STAGES": cfg.stages,
         "EARLY_WAIT": cfg.early_wait,
@@ -253,7 +257,8 @@ def fused_arguments(
 ) -> dict[str, Any]:
     """Arguments of `attention_backward_fused`; dq32 is fp32 zeros `[Tq, H, D]`."""
     arguments = side_arguments(x, y, grads, stats, tiles, call, cfg, True)
-    del arguments["KEY_SIDE"]
+    for name in ("KEY_SIDE", "ADD"):
+        del arguments[name]
     return arguments | {"dq_desc": descriptor(dq32, cfg.rows, dq32.shape[2] // 2)}
 
 

@@ -83,6 +83,16 @@ def new_ring(desc, STAGES: gl.constexpr, PARTS: gl.constexpr, CONSUMERS: gl.cons
     return Ring(data, full, empty, STAGES, PARTS)
 
 
+@gluon.jit
+def skip_items(first, second, item, n):
+    """Release `n` items of two rings unread: for a warpgroup whose rows lie past the end of the sequence."""
+    for i in range(item, item + n):
+        first.wait_full(i)
+        first.release(i)
+        second.wait_full(i)
+        second.release(i)
+
+
 @aggregate
 class Columns:
     """Two fp32 numbers for every streamed row, beside the boxes of a ring and released with them."""

@@ -6,7 +6,7 @@ A row holds conditions and a configuration. Conditions that a row leaves out hol
     head_dim    list of head dims
     softmax     true for jagged_attention, false for gdpa
     band        whether a window or causal mask is set
-    max_q, max_k   [low, high] bounds of the padded lengths, both ends included
+    max_q, max_k   [low, high] bounds of a sequence's queries and of the keys that one query sees, both ends included
 
 `bench/tune_kernels.py` measures the candidates on a GPU and writes the table. Every configuration in it is compiled in
 the tests, which fail on spills and on serialised products.

@@ -4,6 +4,7 @@
     cat of all parts of one tensor          ->  unflatten, permute, flatten (heads moved into the batch and back)
     einsum with an ellipsis or no result    ->  the same with every letter written out
     torch.tensor(3.0) in the user's code    ->  full
+    enable_gqa of fused attention           ->  repeat_interleave of key and value heads
     broadcast_tensors of one shape          ->  its operands
     x.add_(y) on a local tensor             ->  x = x + y, for all later readers
 
@@ -39,6 +40,8 @@ def canonicalise(gm: fx.GraphModule) -> None:
             _spell_out(node)
         elif node.target is aten.broadcast_tensors.default:
             _broadcast(node)
+        elif node.target is aten.scaled_dot_product_attention.default:
+            _repeated_heads(gm.graph, node)
         elif node.target is aten.lift_fresh_copy.default:
             _literal(gm, node)
     for node in list(gm.graph.nodes):
@@ -145,6 +148,23 @@ def _broadcast(node: fx.Node) -> None:
         x = operands[user.args[1]] if user.target is operator.getitem else None  # type: ignore[index, call-overload]
         if isinstance(x, fx.Node) and shape_of(x) == shape_of(user):
             user.replace_all_uses_with(x)
+
+
+def _repeated_heads(graph: fx.Graph, node: fx.Node) -> None:
+    """``enable_gqa`` repeats key and value heads; written out, the analyses see which query head reads which."""
+    if not argument(node, "enable_gqa", False):
+        return
+    q, *pair = node.args[:3]
+    heads = [x.meta["val"].shape[-3] if is_tensor(x) else None for x in (q, *pair)]  # type: ignore[union-attr]
+    if not all(isinstance(h, int) for h in heads) or (len(node.args) > 3 and any(node.args[6:])):
+        return
+    with graph.inserting_before(node):
+        repeated = [
+            x if h == heads[0] else _insert(graph, node, aten.repeat_interleave.self_int, x, int(heads[0]) // int(h), -3)  # type: ignore[arg-type]
+            for x, h in zip(pair, heads[1:], strict=True)
+        ]
+    node.args = (q, *repeated, *node.args[3:])
+    node.kwargs = {k: v for k, v in node.kwargs.items() if k != "enable_gqa"}
 
 
 # ---------------------------------------------------------------- einsum and literals

@@ -90,6 +90,9 @@ class Layout:
         need = self.live.need(node)
         if need in (t.TRUE, t.FALSE) or not writable(need) or not (need.leaves or is_point(need)):
             return None  # a shape alone (a triangle, a slice) leaves nothing to gain
+        fact = self.known.facts.get(node)
+        if fact is not None and math.isinf(fact.value) and not t.implies(t.not_(need), fact.where):
+            return None  # unpacked, its dead rows would be infinite where eager's are not, and inf - inf is NaN
         rows = self.sets.of(need, info.sizes, also=sequences_of(need, info.sizes))
         if rows is None or not all(local(a, rows.slots) for a in info.accesses):
             return None
@@ -106,7 +109,8 @@ class Layout:
             return
         wanted, parts = self.live.wanted(site), site.parts
         visible = self.live.visible_keys(site, wanted)
-        hidden = t.TRUE if t.implies(wanted, parts.query) or all(map(is_point, t.disjuncts(wanted))) else parts.query
+        # Softmax: `Live` has made it an assumption that wanted queries are not masked, where that is not certain.
+        hidden = t.TRUE if t.implies(wanted, parts.query) or site.score == "softmax" else parts.query
         rows, keys = self._query_rows(site, need), self._key_side(site, visible)
         if rows is not None and keys is not None and self._query_side(site, rows).axes[:-1] != keys.axes[:-1]:
             keys = None

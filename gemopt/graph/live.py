@@ -29,6 +29,7 @@ import sympy
 from torch import fx
 
 from gemopt.graph import terms as t
+from gemopt.graph.accesses.contractions import is_extremum
 from gemopt.graph.attention import Site, score_slots
 from gemopt.graph.facts import Analysis, ignored_targets
 from gemopt.graph.mutation import has_side_effect
@@ -81,7 +82,7 @@ class Live:
             return
         elif not is_tensor(node):
             # Mode switches, sizes and multi-result ops: whatever tensor they read is live as a whole. Sizes read none.
-            if not op_name(node).startswith("aten.sym_"):
+            if not op_name(node).startswith("aten.sym_") and not (node.users and all(map(is_extremum, node.users))):
                 for x in node.all_input_nodes:
                     self._ask(x, t.TRUE, node)
         elif node in self.sites:
@@ -237,13 +238,10 @@ def _without_ranges(p: Term) -> Term:
     q, k and v are slices of one projection, and nothing is gained by telling their features apart.
     """
     told = frozenset().union(*(c.slots for part in t.disjuncts(p) for c in t.conjuncts(part) if not _is_range(c)))
-    parts = []
-    for part in t.disjuncts(p):
-        kept = [c for c in t.conjuncts(part) if not _is_range(c) or c.slots & told]
-        if not kept:
-            return p
-        parts.append(t.and_(*kept))
-    return t.or_(*parts)
+    if not told:
+        return p
+    parts = [[c for c in t.conjuncts(part) if not _is_range(c) or c.slots & told] for part in t.disjuncts(p)]
+    return t.or_(*(t.and_(*kept) for kept in parts))
 
 
 def _is_range(p: Term) -> bool:

@@ -216,7 +216,7 @@ def reshape(sizes: Sequence[sympy.Expr], shape: Sequence[sympy.Expr]) -> tuple[D
         dims.append(tuple(dim))
     if queue:
         raise NotUnderstood("view that drops elements")
-    return tuple(dims), tuple(_combine(pieces[i]) for i in range(len(sizes)))
+    return tuple(dims), tuple(combine(pieces[i]) for i in range(len(sizes)))
 
 
 def _divide(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr | None:
@@ -228,7 +228,7 @@ def _divide(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr | None:
     return numerator
 
 
-def _combine(parts: Sequence[tuple[int, sympy.Expr]]) -> Term | None:
+def combine(parts: Sequence[tuple[int, sympy.Expr]]) -> Term | None:
     """Index of an old factor from the indices of its pieces, row-major."""
     total: Term = t.const(0)
     for s, size in parts:
@@ -264,6 +264,6 @@ def broadcast(operands: Sequence[Info], shape: Sequence[sympy.Expr]) -> tuple[Di
             if len(dim) == len(target):
                 own += [t.slot(j) for j in target]
             elif dim:  # one factor where the result has several
-                own.append(_combine([(j, result.sizes[j]) for j in target]))
+                own.append(combine([(j, result.sizes[j]) for j in target]))
         exprs.append(tuple(own))
     return result.dims, exprs

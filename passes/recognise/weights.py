@@ -22,6 +22,9 @@ ACTIVATIONS = {
     "aten.sigmoid": "sigmoid",
     "aten.hardswish": "hardswish",
     "aten.gelu": "gelu",
+    "aten.leaky_relu": "leaky_relu",
+    "aten.clamp": "",
+    "aten.clamp_min": "",
 }
 _LEAKY_SLOPE = 0.01
 
@@ -136,13 +139,15 @@ def _score_function(walk: Walk) -> bool:
         return True
     if name == "aten.exp":
         return _exponential(walk)
-    activation = ACTIVATIONS.get(name)
+    activation = ACTIVATIONS.get(name) or None
     if name == "aten.gelu" and argument(node, "approximate") == "tanh":
         activation = "gelu_tanh"
     if name == "aten.leaky_relu":
         if argument(node, "negative_slope") != _LEAKY_SLOPE:
             raise NoMatch(node, f"leaky_relu with a slope other than {_LEAKY_SLOPE}")
         activation = "leaky_relu"
+    if name in ("aten.clamp", "aten.clamp_min") and argument(node, "min") == 0 and argument(node, "max") is None:
+        activation = "relu"
     if activation is not None:
         walk.score = activation
         walk.move(walk.known.info(node).accesses[0])

@@ -14,6 +14,8 @@ from gemopt.graph.accesses.contractions import (
     attention,
     baddbmm,
     einsum,
+    extremum,
+    is_extremum,
     linear,
     matmul,
     normalisation,
@@ -55,6 +57,8 @@ def info_of(node: fx.Node, ctx: Context) -> Info:
     handler = TABLE.get(name)
     if handler is None and is_pointwise(node):
         handler = pointwise
+    if is_extremum(node):
+        handler = extremum
     try:
         if handler is not None:
             info = handler(node, ctx)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import sympy
+import torch
 from torch import fx
 
 from gemopt.graph import terms as t
@@ -16,6 +18,7 @@ from gemopt.graph.slots import (
     NotUnderstood,
     argument,
     broadcast,
+    combine,
     fresh,
     identity,
     is_tensor,
@@ -51,6 +54,17 @@ def reduction(node: fx.Node, ctx: Context) -> Info:
             at += len(dim)
             dims.append(dim)
     return Info(tuple(dims), (Access(x, tuple(exprs)),), "reduction")
+
+
+def extremum(node: fx.Node, ctx: Context) -> Info:
+    """One result of ``max(x, dim)``: values or indices, which look at the same elements."""
+    info = reduction(node.args[0], ctx)  # type: ignore[arg-type]
+    return Info(info.dims, info.accesses, "extremum")
+
+
+def is_extremum(node: fx.Node) -> bool:
+    source = node.args[0] if node.target is operator.getitem else None
+    return isinstance(source, fx.Node) and source.target in (torch.ops.aten.max.dim, torch.ops.aten.min.dim)
 
 
 def along(*names: str) -> Handler:
@@ -154,17 +168,22 @@ def einsum(node: fx.Node, ctx: Context) -> Info:
             raise NotUnderstood("einsum over a diagonal")
         for letter, dim in zip(word, ctx.info(n).dims, strict=True):  # type: ignore[arg-type]
             known = letters.get(letter, ())
-            if known and dim and known != dim:
+            if len(known) > 1 and len(dim) > 1 and known != dim:
                 raise NotUnderstood("einsum over dims merged differently")
-            letters[letter] = known or dim
+            letters[letter] = max(known, dim, key=len)
     dims = tuple(letters[c] for c in output)
-    out = dict(zip(output, Info(dims).dim_slots(), strict=True))
+    result = Info(dims)
+    out = dict(zip(output, result.dim_slots(), strict=True))
     accesses = []
     for word, n in zip(subscripts, operands, strict=True):
         exprs: list[Term | None] = []
         for letter, dim in zip(word, ctx.info(n).dims, strict=True):  # type: ignore[arg-type]
-            if dim:
-                exprs += [t.slot(j) for j in out[letter]] if letter in out else [None] * len(dim)
+            if letter not in out or not dim:
+                exprs += [None] * len(dim)
+            elif len(dim) == len(out[letter]):
+                exprs += [t.slot(j) for j in out[letter]]
+            else:  # one factor where the other operand has several
+                exprs.append(combine([(j, result.sizes[j]) for j in out[letter]]))
         accesses.append(Access(n, tuple(exprs)))  # type: ignore[arg-type]
     return Info(dims, tuple(accesses), "contraction")
 

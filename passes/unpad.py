@@ -23,7 +23,7 @@ from gemopt.graph.attention import Site
 from gemopt.graph.capture import Captured, regions
 from gemopt.graph.emit import Emitter
 from gemopt.graph.facts import Analysis
-from gemopt.graph.governing import governing_masks
+from gemopt.graph.governing import candidate_masks, governing_masks
 from gemopt.graph.layout import Layout
 from gemopt.graph.live import Live
 from gemopt.graph.plan import Plan
@@ -93,10 +93,15 @@ def draft(
     choose: Callable[[Layout], set[fx.Node]] | None = None,
 ) -> Draft:  # fmt: skip
     """Analyse, lay out and write one graph. ``choose`` overrides the cut."""
-    live, seeing = Live(gm.graph, known, sites, outputs), list(sites)
+    seeing = list(sites)
+
+    def masks() -> Mapping[fx.Node, frozenset[Term]]:
+        return candidate_masks(gm.graph, known, seeing)
+
+    live = Live(gm.graph, known, seeing, outputs, masks)
     while not all(map(live.sees_a_key, seeing)):
         seeing = [s for s in seeing if live.sees_a_key(s)]
-        live = Live(gm.graph, known, seeing, outputs)
+        live = Live(gm.graph, known, seeing, outputs, masks)
     blind = [s for s in sites if s not in seeing]
     layout = Layout(live, seeing, choose)
     if not layout.packed:

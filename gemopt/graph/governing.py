@@ -16,6 +16,7 @@ from torch import fx
 from gemopt.graph import terms as t
 from gemopt.graph.attention import Site, score_slots
 from gemopt.graph.facts import Analysis
+from gemopt.graph.live import without_ranges
 from gemopt.graph.slots import backward, forward, is_tensor, nodes_in
 from gemopt.graph.terms import Term
 
@@ -26,7 +27,7 @@ def governing_masks(
     """Outputs to be restricted, with the predicate of the rows they keep."""
     (output,) = [n for n in graph.nodes if n.op == "output"]
     flat = nodes_in(output.args)
-    candidates = _candidates(graph, known, sites)
+    candidates = candidate_masks(graph, known, sites)
     result: dict[fx.Node, Term] = {}
     for node, name in zip(flat, output_names, strict=False):
         chosen = wanted.get(name) if isinstance(wanted, Mapping) else wanted
@@ -35,7 +36,7 @@ def governing_masks(
     return result
 
 
-def _candidates(graph: fx.Graph, known: Analysis, sites: Sequence[Site]) -> dict[fx.Node, frozenset[Term]]:
+def candidate_masks(graph: fx.Graph, known: Analysis, sites: Sequence[Site]) -> dict[fx.Node, frozenset[Term]]:
     """Masks that reach each tensor: from keys back to what they are made of, and from there forward."""
     masks: dict[fx.Node, set[Term]] = defaultdict(set)
     by_out = {s.out: s for s in sites}
@@ -49,7 +50,7 @@ def _candidates(graph: fx.Graph, known: Analysis, sites: Sequence[Site]) -> dict
             continue
         for mask in masks.get(node, set()).copy():
             for access in known.operands(node):
-                moved = backward(mask, access, known.info(node).sizes, known.info(access.operand).sizes)
+                moved = without_ranges(backward(mask, access, known.info(node).sizes, known.info(access.operand).sizes))
                 if len(moved.slots) == len(mask.slots):
                     masks[access.operand].add(moved)
     for node in graph.nodes:

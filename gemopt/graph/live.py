@@ -22,14 +22,14 @@ it; the assumption is recorded, becomes a bit of the prologue, and where it fail
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import sympy
 from torch import fx
 
 from gemopt.graph import terms as t
-from gemopt.graph.accesses.contractions import is_extremum
+from gemopt.graph.accesses.contractions import contracts_pairs, is_extremum
 from gemopt.graph.attention import Site, score_slots
 from gemopt.graph.facts import Analysis, ignored_targets
 from gemopt.graph.mutation import has_side_effect
@@ -55,9 +55,16 @@ class Live:
     """Demands of every tensor node, given the attention sites of the graph and what its outputs ask for."""
 
     def __init__(
-        self, graph: fx.Graph, known: Analysis, sites: Iterable[Site], outputs: dict[fx.Node, Term] | None = None
+        self,
+        graph: fx.Graph,
+        known: Analysis,
+        sites: Iterable[Site],
+        outputs: dict[fx.Node, Term] | None = None,
+        masks: Callable[[], Mapping[fx.Node, frozenset[Term]]] = dict,
     ) -> None:
+        """``masks`` gives the masks that speak of a tensor's rows (graph/governing.py), should a gather ask for them."""
         self.known = known
+        self._masks = masks
         self.sites = {site.out: site for site in sites}
         self.assumptions: list[Subset] = []
         self.readers: dict[fx.Node, list[tuple[fx.Node, Term]]] = defaultdict(list)
@@ -111,9 +118,26 @@ class Live:
             if rows is not None:
                 return rows
         rows = backward(need, access, sizes, self.known.info(access.operand).sizes)
-        if self.known.info(node).kind == "contraction":
+        if self.known.info(node).kind == "gather" and rows == t.TRUE and access is self.known.operands(node)[0]:
+            return self._gathered(node, access)
+        if self.known.info(node).kind == "contraction" and contracts_pairs(node):
             rows = t.and_(rows, t.not_(self._multiplied_by_zero(node, access)))
         return rows
+
+    def _gathered(self, node: fx.Node, access: Access) -> Term:
+        """Rows at positions that are data: assumed to lie inside the one mask that speaks of the tensor, if there is one."""
+        masks = self._masks().get(access.operand, frozenset())
+        if len(masks) != 1:
+            return t.TRUE
+        (mask,) = masks
+        if any(access.exprs[s] is None for s in mask.slots):
+            return t.TRUE
+        there = t.substitute(mask, {s: access.exprs[s] for s in mask.slots})  # type: ignore[misc]
+        if not writable(there):
+            return t.TRUE
+        reason = f"rows gathered from {access.operand.name}"
+        self.assumptions.append(Subset(t.TRUE, there, self.known.info(node).sizes, reason))
+        return mask
 
     def _multiplied_by_zero(self, node: fx.Node, access: Access) -> Term:
         """Over the operand's slots: the elements that a product of two multiplies with zeros alone (pooling by a mask)."""
@@ -213,7 +237,7 @@ class Live:
             return
         if not node.meta["val"].dtype.is_floating_point or self.known.value(node) is not None:
             rows = t.TRUE
-        rows = _without_ranges(rows)
+        rows = without_ranges(rows)
         self.readers[node].append((reader, rows))
         self._demand[node] = self._join(node, self.demand(node), rows)
 
@@ -232,7 +256,7 @@ class Live:
         return mask
 
 
-def _without_ranges(p: Term) -> Term:
+def without_ranges(p: Term) -> Term:
     """``p`` without bounds by numbers on an axis of which it says nothing else, where it speaks of other axes too.
 
     q, k and v are slices of one projection, and nothing is gained by telling their features apart.

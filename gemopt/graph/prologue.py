@@ -125,6 +125,8 @@ class TermWriter:
             return self.call(aten.where.self, *(self.write(a, axes) for a in args))
         if op == "abs":
             return self.call(aten.abs.default, self.write(args[0], axes))
+        if op == "floordiv":
+            return self.call(aten.div.Scalar_mode, self.write(args[0], axes), args[1], rounding_mode="floor")
         if op == "wrap":
             return self._wrap(args, axes)
         if op == "clamp":
@@ -265,6 +267,7 @@ _WRITABLE = frozenset(
         "wrap",
         "clamp",
         "abs",
+        "floordiv",
     ]
 )
 

@@ -435,6 +435,23 @@ def _neg(values: Values, node: fx.Node) -> Term | None:
     return t.scale(value, -1) if node.meta["val"].dtype in _EXACT and value.integer else None
 
 
+def _floor_divided(values: Values, node: fx.Node) -> Term | None:
+    """``x // n`` by a positive number, rounded down."""
+    value, divisor = values.operand(node, 0), values.operand(node, 1)
+    if value is None or divisor is None or not value.integer or node.meta["val"].dtype not in _EXACT:
+        return None
+    number = t.constant_value(divisor)
+    if op_name(node) == "aten.div" and argument(node, "rounding_mode") != "floor":
+        return None
+    return t.call("floordiv", value, number, integer=True) if type(number) is int and number > 0 else None
+
+
+def _division(values: Values, node: fx.Node) -> Term | None:
+    if argument(node, "rounding_mode") is not None:
+        return _floor_divided(values, node)
+    return _arithmetic(lambda a, b: None, lambda a, b: a / b)(values, node)
+
+
 def _abs(values: Values, node: fx.Node) -> Term | None:
     value = values.operand(node, 0)
     if value is None or not value.integer or node.meta["val"].dtype not in _EXACT:
@@ -471,7 +488,8 @@ def _table() -> dict[str, Rule]:
         ("sub", _arithmetic(t.sub, lambda a, b: a - b)),
         ("rsub", _arithmetic(lambda a, b: t.sub(b, a), lambda a, b: b - a)),
         ("mul", _arithmetic(t.mul, lambda a, b: math.nan if 0 in (a, b) and math.inf in (abs(a), abs(b)) else a * b)),
-        ("div", _arithmetic(lambda a, b: None, lambda a, b: a / b)),
+        ("div", _division),
+        ("floor_divide __floordiv__", _floor_divided),
         ("neg", _neg),
         ("log", _unary(torch.log)),
         ("exp", _unary(torch.exp)),

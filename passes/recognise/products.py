@@ -9,6 +9,7 @@ import sympy
 from torch import fx
 
 from gemopt.graph import terms as t
+from gemopt.graph.accesses.contractions import contracts_pairs
 from gemopt.graph.attention import Joined, Site, split_mask
 from gemopt.graph.facts import Analysis
 from gemopt.graph.slots import Access, Exprs, Info, argument, is_tensor, op_name
@@ -42,7 +43,7 @@ def product(node: fx.Node, known: Analysis) -> Product | None:
             a, b, added = info.accesses
             alpha, beta = (float(node.kwargs.get(x, 1)) for x in ("alpha", "beta"))  # type: ignore[arg-type]
             return Product(node, (a, b), added=added, alpha=alpha, beta=beta)
-        return Product(node, info.accesses, _paired(node)) if len(info.accesses) == 2 else None  # type: ignore[arg-type]
+        return Product(node, info.accesses, contracts_pairs(node)) if len(info.accesses) == 2 else None  # type: ignore[arg-type]
     if op_name(node) != "aten.sum" or argument(node, "dtype") is not None:
         return None
     (summed,) = info.accesses
@@ -59,15 +60,6 @@ def product(node: fx.Node, known: Analysis) -> Product | None:
 
 def _over_sum(access: Access, summed: Access) -> Exprs:
     return compose(access, summed.exprs)
-
-
-def _paired(node: fx.Node) -> bool:
-    """einsum may sum an axis of one operand alone, or pair contracted axes in another order; a product does neither."""
-    if op_name(node) != "aten.einsum":
-        return True
-    inputs, output = str(node.args[0]).replace(" ", "").split("->")
-    contracted = [[c for c in word if c not in output] for word in inputs.split(",")]
-    return contracted[0] == contracted[-1]
 
 
 def leads_to_product(node: fx.Node, known: Analysis) -> bool:

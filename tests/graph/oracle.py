@@ -76,7 +76,7 @@ class Evaluator:
             return self.at(args[1] if self.at(args[0], index) else args[2], index)
         if op == "clamp":
             return self._clamp(args, index)
-        return _SCALAR[op](*(self.at(a, index) for a in args))
+        return _SCALAR[op](*(self.at(a, index) if isinstance(a, Term) else a for a in args))
 
     def _read(self, leaf: str, where: Sequence[Any]) -> Any:
         tensor = self.leaves[leaf]
@@ -127,6 +127,7 @@ def _ieee(f: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
 
 _SCALAR: dict[str, Callable[..., Any]] = {
     "abs": abs,
+    "floordiv": lambda a, n: a // n,
     "le0": lambda a: a <= 0,
     "eq0": lambda a: a == 0,
     "ne0": lambda a: a != 0,

@@ -23,6 +23,7 @@ from gemopt.graph.slots import (
     identity,
     is_tensor,
     nodes_in,
+    op_name,
     shape_of,
 )
 from gemopt.graph.terms import Term
@@ -186,6 +187,15 @@ def einsum(node: fx.Node, ctx: Context) -> Info:
                 exprs.append(combine([(j, result.sizes[j]) for j in out[letter]]))
         accesses.append(Access(n, tuple(exprs)))  # type: ignore[arg-type]
     return Info(dims, tuple(accesses), "contraction")
+
+
+def contracts_pairs(node: fx.Node) -> bool:
+    """einsum may sum an axis of one operand alone, or pair contracted axes in another order; other products do neither."""
+    if op_name(node) != "aten.einsum":
+        return True
+    inputs, output = str(node.args[0]).replace(" ", "").split("->")
+    contracted = [[c for c in word if c not in output] for word in inputs.split(",")]
+    return contracted[0] == contracted[-1]
 
 
 def attention(node: fx.Node, ctx: Context) -> Info:

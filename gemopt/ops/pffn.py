@@ -19,7 +19,8 @@ from gemopt.ops.naming import op_name
 
 OP = "pffn"
 _SCHEMA = (
-    "Tensor q_offsets, Tensor k_offsets, SymInt max_q, SymInt max_k, str activation, float scale, float post_scale, float eps"
+    "Tensor q_offsets, Tensor k_offsets, SymInt max_q, SymInt max_k, "
+    "str activation, float scale, float post_scale, float eps"
 )
 
 
@@ -27,7 +28,22 @@ def _spec(args: tuple[Any, ...]) -> AttentionSpec:
     q_offsets, k_offsets, max_q, max_k, activation, scale, post_scale, _ = args
     names = tuple(activation.split(","))
     return AttentionSpec(
-        q_offsets, k_offsets, max_q, max_k, scale, False, False, (-1, -1), None, None, 0.0, None, None, None, names, post_scale
+        q_offsets,
+        k_offsets,
+        max_q,
+        max_k,
+        scale,
+        False,
+        False,
+        (-1, -1),
+        None,
+        None,
+        0.0,
+        None,
+        None,
+        None,
+        names,
+        post_scale,
     )
 
 
@@ -108,9 +124,7 @@ def _pffn_backward(
 
 
 @_pffn_backward.register_fake
-def _(
-    dout: Tensor, k: Tensor, v: Tensor, ln: Tensor, rstd: Tensor, g: Tensor, *args: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(dout: Tensor, k: Tensor, v: Tensor, ln: Tensor, rstd: Tensor, g: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
     return ln.new_empty(ln.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 

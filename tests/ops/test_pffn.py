@@ -18,7 +18,8 @@ def check(q_lens: list[int], k_lens: list[int], heads: int, d: int, dtype: torch
     gen = torch.Generator().manual_seed(0)
     offsets = [pad(torch.tensor(x).cumsum(0), (1, 0)) for x in (q_lens, k_lens)]
     q, k, v, dout = (
-        torch.randn(n, heads, d, generator=gen, dtype=torch.float64).to(dtype) for n in (sum(q_lens),) + 2 * (sum(k_lens),) + (sum(q_lens),)
+        torch.randn(n, heads, d, generator=gen, dtype=torch.float64).to(dtype)
+        for n in (sum(q_lens),) + 2 * (sum(k_lens),) + (sum(q_lens),)
     )
     kwargs = {"activation": "gelu", "scale": 0.3, "post_scale": 0.5}
 

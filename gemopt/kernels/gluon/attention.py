@@ -12,6 +12,7 @@ from torch import Tensor
 from gemopt.kernels.gluon import launch, scores, table
 from gemopt.kernels.gluon.launch import Call
 from gemopt.kernels.spec import SOFTMAX, AttentionSpec
+from gemopt.kernels.triton.tiles import tile_list
 
 MAX_ROWS = 1 << 30  # of a ragged descriptor
 
@@ -92,7 +93,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, add_q: bool = 
     assert cfg is not None
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty((q.shape[0] if spec.softmax else 0, heads), dtype=torch.float32, device=q.device)
-    tiles = launch.tile_list(spec.q_offsets, spec.k_offsets, q.shape[0], cfg.parts * launch.M)
+    tiles = tile_list(spec.q_offsets, spec.k_offsets, q.shape[0], cfg.parts * launch.M)
     for name, first, size in runs(spec, heads):
         own, shared = slice(first, first + size), slice(first // sharing, (first + size) // sharing)
         call = call_of(name, spec, q.dtype, add_q)
@@ -124,9 +125,9 @@ def backward(
     if spec.softmax:
         assert out is not None and lse is not None
         stats = launch.statistics(launch.rows_of(out), dout, lse, spec.scale)
-    q_tiles = k_tiles = launch.tile_list(spec.k_offsets, spec.q_offsets, k.shape[0], 2 * launch.M)
+    q_tiles = k_tiles = tile_list(spec.k_offsets, spec.q_offsets, k.shape[0], 2 * launch.M)
     if not fused:
-        q_tiles = launch.tile_list(spec.q_offsets, spec.k_offsets, q.shape[0], 2 * launch.M)
+        q_tiles = tile_list(spec.q_offsets, spec.k_offsets, q.shape[0], 2 * launch.M)
     for name, first, size in runs(spec, heads):
         own, shared = slice(first, first + size), slice(first // sharing, (first + size) // sharing)
         call = call_of(name, spec, q.dtype, add_q)

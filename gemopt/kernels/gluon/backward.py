@@ -32,7 +32,7 @@ from gemopt.kernels.gluon.parts import (
     store_rows,
     zero_if_empty,
 )
-from gemopt.kernels.gluon.scores import SOFTMAX, units_and_slope
+from gemopt.kernels.gluon.scores import FAR, SOFTMAX, units_and_slope, vanishes
 
 M = gl.constexpr(64)
 
@@ -82,8 +82,11 @@ def weights_and_slopes(s, x, y, x_len, y_len, scale, prescale, band, ACT: gl.con
     else:
         if prescale != 1.0:
             s = s * prescale
+        if band.MASKED and vanishes(ACT):
+            if band.cuts(x, M, y, ROWS_Y, x_len, y_len):
+                s = gl.where(band.sees(x, M, y, ROWS_Y, x_len, y_len, layout), s, FAR / scale)
         p, slope = units_and_slope(s, scale, ACT)
-        if band.MASKED:
+        if band.MASKED and not vanishes(ACT):
             if band.cuts(x, M, y, ROWS_Y, x_len, y_len):
                 seen = band.sees(x, M, y, ROWS_Y, x_len, y_len, layout)
                 p = gl.where(seen, p, 0.0)
@@ -179,7 +182,7 @@ def query_side(
     turn = 0
     for t in range(gl.program_id(0), gl.load(count) * heads, gl.num_programs(0)):
         head = t % heads
-        first, q_start, q_len, k_start, k_len = load_tile(tiles, t // heads)
+        first, q_start, q_len, _, k_len = load_tile(tiles, t // heads)
         x = first + part * M
         low, n = band.span(first, x1.PARTS * M, q_len, k_len, ROWS_K)
         x1.wait_full(turn)
@@ -265,7 +268,7 @@ def key_side(
     turn = 0
     for t in range(gl.program_id(0), gl.load(count) * heads, gl.num_programs(0)):
         head = t % heads
-        first, k_start, k_len, q_start, q_len = load_tile(tiles, t // heads)
+        first, k_start, k_len, _, q_len = load_tile(tiles, t // heads)
         x = first + part * M
         low, n = band.span(first, x1.PARTS * M, k_len, q_len, y1.data.shape[3])
         x1.wait_full(turn)

@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from gemopt.kernels.gluon.parts import Band, as_matrix, load_tile, new_ring, skip_items, store_rows, zero_if_empty
-from gemopt.kernels.gluon.scores import SOFTMAX, units
+from gemopt.kernels.gluon.scores import FAR, SOFTMAX, units, vanishes
 
 M = gl.constexpr(64)  # query rows of one warpgroup: one wgmma tile
 LN2 = gl.constexpr(0.6931471805599453)
@@ -64,8 +64,11 @@ def weights(s, top, total, x, y, q_len, k_len, scale, band, ACT: gl.constexpr):
         decay = gl.exp2(top * scale - base)
         return p, new_top, total * decay + gl.sum(p, 1), decay
     else:
+        if band.MASKED and vanishes(ACT):
+            if band.cuts(x, M, y, ROWS_K, q_len, k_len):
+                s = gl.where(band.sees(x, M, y, ROWS_K, q_len, k_len, layout), s, FAR / scale)
         p = units(s, scale, ACT)
-        if band.MASKED:
+        if band.MASKED and not vanishes(ACT):
             if band.cuts(x, M, y, ROWS_K, q_len, k_len):
                 p = gl.where(band.sees(x, M, y, ROWS_K, q_len, k_len, layout), p, 0.0)
         return p, top, total, total
@@ -74,7 +77,7 @@ def weights(s, top, total, x, y, q_len, k_len, scale, band, ACT: gl.constexpr):
 @gluon.jit
 def attend(
     q_box, q, k, v, item, low, n, x, q_start, q_len, k_len, lse_ptr, heads, head, scale, prescale, out_scale, band,
-    DV: gl.constexpr, ACT: gl.constexpr, ADD_Q: gl.constexpr, EARLY_WAIT: gl.constexpr,
+    D: gl.constexpr, DV: gl.constexpr, ACT: gl.constexpr, ADD_Q: gl.constexpr, EARLY_WAIT: gl.constexpr, Q_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Output of 64 queries, left in their buffer; uses up the key tiles `item : item + n`."""
     ROWS_K: gl.constexpr = k.data.shape[3]
@@ -83,11 +86,15 @@ def attend(
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     zero = gl.zeros([M, ROWS_K], gl.float32, s_layout)
+    # A product of 64 columns with both operands in shared memory takes all of its bandwidth (128 bytes a clock).
+    queries = as_matrix(q_box)
+    if Q_REGISTERS:
+        queries = queries.load(gl.DotOperandLayout(0, s_layout, 2))
     top = gl.full([M], float("-inf"), gl.float32, gl.SliceLayout(1, s_layout))
     total = gl.zeros([M], gl.float32, gl.SliceLayout(1, s_layout))
     acc = gl.zeros([M, DV], gl.float32, o_layout)
     k.wait_full(item)
-    started = warpgroup_mma(as_matrix(q_box), as_matrix(k.box(item)).permute([1, 0]), zero, use_acc=False, is_async=True)
+    started = warpgroup_mma(queries, as_matrix(k.box(item)).permute([1, 0]), zero, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(0, [started])
     k.release(item)
     if prescale != 1.0:
@@ -96,9 +103,7 @@ def attend(
     p = gl.convert_layout(p32.to(dtype), p_layout)
     for j in range(1, n):
         k.wait_full(item + 1)
-        started = warpgroup_mma(
-            as_matrix(q_box), as_matrix(k.box(item + 1)).permute([1, 0]), zero, use_acc=False, is_async=True
-        )
+        started = warpgroup_mma(queries, as_matrix(k.box(item + 1)).permute([1, 0]), zero, use_acc=False, is_async=True)
         v.wait_full(item)
         adding = warpgroup_mma(p, as_matrix(v.box(item)), acc, is_async=True)
         s = warpgroup_mma_wait(1, [started])
@@ -137,14 +142,14 @@ def attend(
 @gluon.jit
 def consume(
     part: gl.constexpr, out_desc, lse_ptr, q, k, v, tiles, count, heads, scale, prescale, out_scale, band,
-    DV: gl.constexpr, ACT: gl.constexpr, ADD_Q: gl.constexpr, EARLY_WAIT: gl.constexpr,
+    D: gl.constexpr, DV: gl.constexpr, ACT: gl.constexpr, ADD_Q: gl.constexpr, EARLY_WAIT: gl.constexpr, Q_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """A multiplying warpgroup: query rows `part * 64` and on of each tile."""
     item = 0
     turn = 0
     for t in range(gl.program_id(0), gl.load(count) * heads, gl.num_programs(0)):
         head = t % heads
-        first, q_start, q_len, k_start, k_len = load_tile(tiles, t // heads)
+        first, q_start, q_len, _, k_len = load_tile(tiles, t // heads)
         x = first + part * M
         low, n = band.span(first, q.PARTS * M, q_len, k_len, k.data.shape[3])
         q.wait_full(turn)
@@ -152,7 +157,7 @@ def consume(
             q_box = q.box(turn, part)
             attend(
                 q_box, q, k, v, item, low, n, x, q_start, q_len, k_len, lse_ptr, heads, head, scale, prescale, out_scale, band,
-                DV, ACT, ADD_Q, EARLY_WAIT,
+                D, DV, ACT, ADD_Q, EARLY_WAIT, Q_REGISTERS,
             )  # fmt: skip
             fence_async_shared()
             store_rows(out_desc, q_box, q_start, q_len, x, head * DV)
@@ -191,6 +196,7 @@ def attention_forward(
     STAGES: gl.constexpr,
     Q_STAGES: gl.constexpr,
     EARLY_WAIT: gl.constexpr,
+    Q_REGISTERS: gl.constexpr,
     REGISTERS: gl.constexpr,
     num_warps: gl.constexpr,
 ):
@@ -203,20 +209,20 @@ def attention_forward(
     # fmt: off
     if PARTS == 1:
         gl.warp_specialize([
-            (consume, (gl.constexpr(0), out_desc, lse_ptr, q, k, v, tiles, count, heads, scale, prescale, out_scale, band, DV, ACT, ADD_Q, EARLY_WAIT)),
+            (consume, (gl.constexpr(0), out_desc, lse_ptr, q, k, v, tiles, count, heads, scale, prescale, out_scale, band, D, DV, ACT, ADD_Q, EARLY_WAIT, Q_REGISTERS)),
             (produce, (q_desc, k_desc, v_desc, q, k, v, tiles, count, heads, sharing, band, D, DV)),
         ], [1], [24])
     elif PARTS == 2:
         gl.warp_specialize([
-            (consume, (gl.constexpr(0), out_desc, lse_ptr, q, k, v, tiles, count, heads, scale, prescale, out_scale, band, DV, ACT, ADD_Q, EARLY_WAIT)),
-            (consume, (gl.constexpr(1), out_desc, lse_ptr, q, k, v, tiles, count, heads, scale, prescale, out_scale, band, DV, ACT, ADD_Q, EARLY_WAIT)),
+            (consume, (gl.constexpr(0), out_desc, lse_ptr, q, k, v, tiles, count, heads, scale, prescale, out_scale, band, D, DV, ACT, ADD_Q, EARLY_WAIT, Q_REGISTERS)),
+            (consume, (gl.constexpr(1), out_desc, lse_ptr, q, k, v, tiles, count, heads, scale, prescale, out_scale, band, D, DV, ACT, ADD_Q, EARLY_WAIT, Q_REGISTERS)),
             (produce, (q_desc, k_desc, v_desc, q, k, v, tiles, count, heads, sharing, band, D, DV)),
         ], [4, 1], [REGISTERS, 24])
     else:
         gl.warp_specialize([
-            (consume, (gl.constexpr(0), out_desc, lse_ptr, q, k, v, tiles, count, heads, scale, prescale, out_scale, band, DV, ACT, ADD_Q, EARLY_WAIT)),
-            (consume, (gl.constexpr(1), out_desc, lse_ptr, q, k, v, tiles, count, heads, scale, prescale, out_scale, band, DV, ACT, ADD_Q, EARLY_WAIT)),
-            (consume, (gl.constexpr(2), out_desc, lse_ptr, q, k, v, tiles, count, heads, scale, prescale, out_scale, band, DV, ACT, ADD_Q, EARLY_WAIT)),
+            (consume, (gl.constexpr(0), out_desc, lse_ptr, q, k, v, tiles, count, heads, scale, prescale, out_scale, band, D, DV, ACT, ADD_Q, EARLY_WAIT, Q_REGISTERS)),
+            (consume, (gl.constexpr(1), out_desc, lse_ptr, q, k, v, tiles, count, heads, scale, prescale, out_scale, band, D, DV, ACT, ADD_Q, EARLY_WAIT, Q_REGISTERS)),
+            (consume, (gl.constexpr(2), out_desc, lse_ptr, q, k, v, tiles, count, heads, scale, prescale, out_scale, band, D, DV, ACT, ADD_Q, EARLY_WAIT, Q_REGISTERS)),
             (produce, (q_desc, k_desc, v_desc, q, k, v, tiles, count, heads, sharing, band, D, DV)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])
     # fmt: on

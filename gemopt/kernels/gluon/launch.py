@@ -21,7 +21,7 @@ from gemopt.kernels.gluon import scores
 from gemopt.kernels.gluon.backward import attention_backward, row_statistics
 from gemopt.kernels.gluon.forward import attention_forward
 from gemopt.kernels.gluon.fused import attention_backward_fused
-from gemopt.kernels.triton.tiles import TileList, tile_list
+from gemopt.kernels.triton.tiles import TileList
 
 LOG2E = math.log2(math.e)
 NAMES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
@@ -53,13 +53,17 @@ class Call:
 
 @dataclass(frozen=True)
 class ForwardConfig:
-    """parts·64 queries and `keys` keys a tile, `stages` key tiles and `q_stages` query tiles in flight."""
+    """parts·64 queries and `keys` keys a tile, `stages` key tiles and `q_stages` query tiles in flight.
+
+    q_registers keeps the queries of a tile in registers instead of reading them from shared memory for every product.
+    """
 
     parts: int = 2
     keys: int = 64
     stages: int = 4
     q_stages: int = 2
     early_wait: bool = True
+    q_registers: bool = False
     registers: int = 240
 
 
@@ -150,6 +154,7 @@ def forward_arguments(
         "STAGES": cfg.stages,
         "Q_STAGES": cfg.q_stages,
         "EARLY_WAIT": cfg.early_wait,
+        "Q_REGISTERS": cfg.q_registers,
         "REGISTERS": cfg.registers,
         "num_warps": 4,
     }

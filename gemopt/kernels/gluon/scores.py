@@ -13,7 +13,6 @@ rounding of weights and scores to bf16, for which it is used.
 """
 
 import torch
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -36,6 +35,8 @@ TANH_A, TANH_B = gl.constexpr(0.7978845608028654), gl.constexpr(0.79788456080286
 FIT_A, FIT_B = gl.constexpr(0.79975), gl.constexpr(0.0349)
 ERF_0, ERF_1, ERF_2 = gl.constexpr(0.797482629), gl.constexpr(0.0369848173), gl.constexpr(-0.000346509281)
 ERF_LIMIT = gl.constexpr(18.0)
+
+FAR = gl.constexpr(-100.0)  # of a scaled score: tanh is -1 there to the last bit
 
 CODES = {
     "softmax": 0,
@@ -66,6 +67,12 @@ def slope_factor(act: int, scale: float) -> float:
     return {3: 2 * scale * scale, 5: scale / 2, 6: scale / 2, 7: scale / 2, 8: scale / 6, 9: scale / 4, 10: scale / 2}.get(
         act, scale
     )
+
+
+@gluon.constexpr_function
+def vanishes(act):
+    """Whether value and slope are 0 at FAR: then a mask need only replace the score, which costs no registers."""
+    return act not in (1, 4)
 
 
 @gluon.jit

@@ -8,7 +8,8 @@ A row holds conditions and a configuration. Conditions that a row leaves out hol
     band        whether a window or causal mask is set
     max_q, max_k   [low, high] bounds of a sequence's queries and of the keys that one query sees, both ends included
 
-`bench/tune_kernels.py` measures the candidates on a GPU and writes the table. Every configuration in it is compiled in
+`measured_on` names the cell of bench/kernels.py that the row was chosen on; `bench/tune_kernels.py` measures the candidates
+there and writes the winners. Nothing is tuned while a program runs, so a cold start compiles what it launches. Every configuration in it is compiled in
 the tests, which fail on spills and on serialised products.
 """
 

@@ -3,7 +3,8 @@
 A block of at most 128 rows fits one tile, so there is no online softmax: one product for the scores, one for the output.
 The backward recomputes P from the saved lse and makes delta = rowsum(P ∘ dP) itself, so it does not read the output.
 
-    S = scale Q Kᵀ, P = softmax(S), O = P V       dP = dO Vᵀ, dS = P ∘ (dP - delta), dV = Pᵀ dO, dQ = scale dS K, dK = scale dSᵀ Q
+    S = scale Q Kᵀ, P = softmax(S), O = P V
+    dP = dO Vᵀ, dS = P ∘ (dP - delta), dV = Pᵀ dO, dQ = scale dS K, dK = scale dSᵀ Q
 
 Limited by bytes: 4 tensors forward, 7 backward (B200 figures of the same idea: pytorch.org/blog, TLX block attention, 2026).
 One short program for every block beats persistent programs here: the block scheduler overlaps the loads of one with the
@@ -216,6 +217,8 @@ def _launch(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Launch:
         "SHARED": q.shape[1] != kv_heads,
         "num_warps": 8 if spec.block_size > 64 or (q.shape[1] != kv_heads and max(d, dv) > 64) else 4,
     }
+    if constants["num_warps"] == 4 and torch.version.cuda is not None:
+        constants["maxnreg"] = 168  # three programs on a multiprocessor; without it ptxas takes 200 and two fit
     return Launch(tiles, tiles.records.shape[0] * kv_heads, constants)
 
 

@@ -6,9 +6,9 @@
 Each reads its inputs once and writes its outputs once: the byte floor. A program owns a few rows of N columns.
 """
 
+import torch
 import triton
 import triton.language as tl
-import torch
 from torch import Tensor
 
 MAX_COLUMNS = 8192
@@ -56,9 +56,7 @@ def layer_norm_backward(
 
 
 @triton.jit
-def rms_add_forward(
-    x_ptr, residual_ptr, y_ptr, rows, eps, N: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr
-):
+def rms_add_forward(x_ptr, residual_ptr, y_ptr, rows, eps, N: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr):
     first = tl.program_id(0) * ROWS
     at, mask = _rows(x_ptr, first, rows, N, BLOCK_N, ROWS)
     x = tl.load(at, mask=mask, other=0.0).to(tl.float32)

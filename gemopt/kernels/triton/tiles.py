@@ -67,7 +67,7 @@ def build_tiles(
             before = longer | ((other_y[None, :] == y_len[:, None]) & before)
         place += tl.sum(tl.where(before, tiles[None, :], 0), 1)
         everything += tl.sum(tiles)
-    for m in range(0, tl.max(mine)):
+    for m in range(tl.max(mine)):
         at = place + mine - 1 - m
         keep = (m < mine) & (at < capacity)
         to = records_ptr + at.to(tl.int64) * 8

@@ -1,0 +1,443 @@
+"""Attention kernels on a GPU, against each other and against cuBLAS, in one process.
+
+    python bench/kernels.py                      # the whole grid
+    python bench/kernels.py --cells gdpa-jagged,block --rounds 1
+    python bench/kernels.py --peer my_peer.py    # with contestants(cell, data) -> {name: {"forward": f, "backward": g}}
+
+Protocol: matrix kernels of this kind run into the board's power limit, and the clock falls as they warm the chip. So all
+contestants of a cell and a cuBLAS product of 8192³ take turns in one process, each for at least --milliseconds at a time,
+--rounds times, after a warm-up; what counts is the ratio of medians within a cell. Launches are replayed as CUDA graphs
+where a contestant can be captured: host time is not measured here. Clock and power are read after every round.
+
+FLOPs are those the result needs: 4·H·D·Σ visible pairs forward, 2.5 times that backward. Bytes count every tensor once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from bench._harness import record_results
+from gemopt.kernels.spec import AttentionSpec
+from gemopt.ops import pffn
+from gemopt.ops.dispatch import attention_kernels
+
+Run = Callable[[], object]
+BATCH = 1152
+SCALE = 0.09
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One row of the grid. Lengths: an int is every sequence's, ("U", n) draws from 1..n."""
+
+    q: Any
+    k: Any = None  # None: the queries' lengths
+    act: str = "softmax"
+    window: tuple[int, int] = (-1, -1)
+    causal: bool = False
+    block: int = 0
+    heads: int = 4
+    dim: int = 128
+    batch: int = BATCH
+    op: str = "attention"
+
+
+def grid() -> dict[str, Cell]:
+    cells = {
+        "gdpa-jagged": Cell(("U", 2048), act="gelu"),
+        "gdpa-dense": Cell(2048, act="gelu"),
+        "gdpa-short": Cell(("U", 256), act="gelu"),
+        "gdpa-pffn": Cell(2048, 256, act="gelu"),
+        "pma": Cell(192, ("U", 2048)),
+        "softmax-jagged": Cell(("U", 2048)),
+        "softmax-dense": Cell(2048),
+        "softmax-short": Cell(("U", 256)),
+        "window": Cell(2048, window=(50, 50), batch=256),
+        "full-for-window": Cell(2048, batch=256),
+        "block": Cell(("U", 2048), block=64),
+        "hstu": Cell(2048, act="silu", causal=True, batch=256),
+        "pffn-block": Cell(2048, 128, act="gelu", op="pffn"),
+    }
+    narrow = {"gdpa-jagged", "gdpa-short", "gdpa-pffn", "softmax-jagged", "block", "pma"}
+    for name in sorted(narrow):
+        cells[f"{name}-64"] = Cell(**{**vars(cells[name]), "heads": 3, "dim": 64})
+    return cells
+
+
+@dataclass
+class Data:
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    spec: AttentionSpec
+    q_lens: list[int]
+    k_lens: list[int]
+
+
+def draw(cell: Cell, seed: int = 0) -> Data:
+    gen = torch.Generator().manual_seed(seed)
+
+    def lengths(what: Any) -> list[int]:
+        return (
+            torch.randint(1, what[1] + 1, (cell.batch,), generator=gen).tolist()
+            if isinstance(what, tuple)
+            else [what] * cell.batch
+        )
+
+    q_lens = lengths(cell.q)
+    k_lens = q_lens if cell.k is None else lengths(cell.k)
+    values = torch.Generator("cuda").manual_seed(seed)
+
+    def normal(lens: list[int]) -> Tensor:
+        return torch.randn(sum(lens), cell.heads, cell.dim, device="cuda", dtype=torch.bfloat16, generator=values)
+
+    offsets = [torch.tensor([0, *x]).cumsum(0).cuda() for x in (q_lens, k_lens)]
+    spec = AttentionSpec(
+        *offsets, max(q_lens), max(k_lens), SCALE, cell.causal, False, cell.window, None, None, 0.0, None,
+        activations=(cell.act,), block_size=cell.block,
+    )  # fmt: skip
+    return Data(normal(q_lens), normal(k_lens), normal(k_lens), normal(q_lens), spec, q_lens, k_lens)
+
+
+def pairs(cell: Cell, data: Data) -> int:
+    """Visible (query, key) pairs of one head."""
+    if cell.block:
+        return sum(min(cell.block, n - c) ** 2 for n in data.q_lens for c in range(0, n, cell.block))
+    if cell.causal:
+        return sum(n * (n + 1) // 2 for n in data.q_lens)
+    left, right = cell.window
+    if left >= 0:
+        counts = {n: sum(min(i + right, n - 1) - max(i - left, 0) + 1 for i in range(n)) for n in set(data.q_lens)}
+        return sum(counts[n] for n in data.q_lens)
+    return sum(a * b for a, b in zip(data.q_lens, data.k_lens, strict=True))
+
+
+def ours(cell: Cell, data: Data) -> dict[str, dict[str, Run]]:
+    if cell.op == "pffn":
+        return _pffn(data)
+    forward, backward = attention_kernels(data.q)
+    out, lse = forward(data.q, data.k, data.v, data.spec)
+
+    def deterministic() -> object:
+        torch.use_deterministic_algorithms(True)
+        try:
+            return backward(data.dout, data.q, data.k, data.v, out, lse, data.spec, False)
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+    found = {
+        "gemopt": {
+            "forward": lambda: forward(data.q, data.k, data.v, data.spec),
+            "backward": lambda: backward(data.dout, data.q, data.k, data.v, out, lse, data.spec, False),
+        }
+    }
+    if not cell.block:
+        found["gemopt-deterministic"] = {"backward": deterministic}
+    return found
+
+
+def _pffn(data: Data) -> dict[str, dict[str, Run]]:
+    """The fused block against the same kernels composed with torch's norms."""
+    spec = data.spec
+    q, k, v = (x.clone().requires_grad_() for x in (data.q, data.k, data.v))
+    width = list(q.shape[1:])
+    offsets = (spec.q_offsets, spec.k_offsets, spec.max_q, spec.max_k)
+
+    def fused() -> Tensor:
+        return pffn(q, k, v, *offsets, activation="gelu", scale=SCALE)
+
+    def unfused() -> Tensor:
+        from gemopt.ops import gdpa
+
+        ln = torch.nn.functional.layer_norm(q, width)
+        g = gdpa(ln, k, v, *offsets, activation="gelu", scale=SCALE) + ln
+        return torch.nn.functional.rms_norm(g, width, eps=1e-5) + q
+
+    compiled = torch.compile(unfused)
+    found: dict[str, dict[str, Run]] = {}
+    for name, function in (("gemopt", fused), ("gemopt-unfused", unfused), ("gemopt-unfused-compiled", compiled)):
+        out = function()
+        found[name] = {
+            "forward": function,
+            "backward": lambda out=out: torch.autograd.grad(out, (q, k, v), data.dout, retain_graph=True),
+        }
+    return found
+
+
+def flash(cell: Cell, data: Data) -> dict[str, dict[str, Run]]:
+    """torch's varlen attention (FlashAttention 2). Always softmax: for gdpa cells it computes something else."""
+    q, k, v, spec = data.q, data.k, data.v, data.spec
+    if cell.op == "pffn":
+        return {}
+    if cell.block:
+        spec = spec.split_blocks(q.shape[0])
+    qo, ko = spec.q_offsets.int(), spec.k_offsets.int()
+    sides = {} if cell.window[0] < 0 else {"window_size_left": cell.window[0], "window_size_right": cell.window[1]}
+    forward = torch.ops.aten._flash_attention_forward
+
+    def run() -> tuple[Tensor, ...]:
+        return forward(q, k, v, qo, ko, spec.max_q, spec.max_k, 0.0, cell.causal, False, scale=SCALE, **sides)
+
+    out, lse, state, unused, _ = run()
+    backward = torch.ops.aten._flash_attention_backward
+    return {
+        "flash-2-varlen": {
+            "forward": run,
+            "backward": lambda: backward(
+                data.dout,
+                q,
+                k,
+                v,
+                out,
+                lse,
+                qo,
+                ko,
+                spec.max_q,
+                spec.max_k,
+                0.0,
+                cell.causal,
+                state,
+                unused,
+                scale=SCALE,
+                **sides,
+            ),
+        }
+    }
+
+
+def padded(cell: Cell, data: Data) -> dict[str, dict[str, Run]]:
+    """SDPA on padded tensors: memory-efficient with a key mask, cuDNN where no mask is needed."""
+    if cell.block or cell.op != "attention" or cell.window[0] >= 0 or cell.act != "softmax":
+        return {}
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    longest_q, longest_k = data.spec.max_q, data.spec.max_k
+    dense = min(data.q_lens) == longest_q and min(data.k_lens) == longest_k
+    index = torch.arange(longest_k, device="cuda")
+    mask = None if dense else (index < torch.tensor(data.k_lens, device="cuda")[:, None])[:, None, None, :]
+    if mask is not None:
+        mask = mask.expand(-1, cell.heads, longest_q, -1)
+    q, dout = (
+        torch.randn(cell.batch, cell.heads, longest_q, cell.dim, device="cuda", dtype=torch.bfloat16) for _ in range(2)
+    )
+    k, v = (torch.randn(cell.batch, cell.heads, longest_k, cell.dim, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
+    backend, name = (
+        (SDPBackend.CUDNN_ATTENTION, "sdpa-cudnn") if dense else (SDPBackend.EFFICIENT_ATTENTION, "sdpa-efficient")
+    )
+
+    def run() -> Tensor:
+        with sdpa_kernel(backend):
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, is_causal=cell.causal, scale=SCALE)
+
+    out = run()
+    return {name: {"forward": run, "backward": lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)}}
+
+
+def flex(cell: Cell, data: Data) -> dict[str, dict[str, Run]]:
+    """FlexAttention over the packed rows with a document mask (softmax)."""
+    if cell.block or cell.op != "attention" or cell.act != "softmax" or sum(data.q_lens) > 1_500_000:
+        return {}
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    owner = [
+        torch.repeat_interleave(torch.arange(cell.batch), torch.tensor(lens)).cuda() for lens in (data.q_lens, data.k_lens)
+    ]
+
+    def same(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return owner[0][i] == owner[1][j]
+
+    mask = torch.compile(create_block_mask)(same, None, None, len(owner[0]), len(owner[1]), device="cuda")
+    q, k, v = (x.transpose(0, 1)[None].contiguous().requires_grad_() for x in (data.q, data.k, data.v))
+    dout = data.dout.transpose(0, 1)[None].contiguous()
+    compiled = torch.compile(flex_attention)
+    out = compiled(q, k, v, block_mask=mask, scale=SCALE)
+    return {
+        "flex-document-mask": {
+            "forward": lambda: compiled(q, k, v, block_mask=mask, scale=SCALE),
+            "backward": lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True),
+        }
+    }
+
+
+def eager_gelu(cell: Cell, data: Data) -> dict[str, dict[str, Run]]:
+    """Compiled padded GELU attention, as a model writes it; its scores must fit in memory."""
+    if (
+        cell.act == "softmax"
+        or cell.op != "attention"
+        or cell.causal
+        or cell.batch * data.spec.max_q * data.spec.max_k > 2**28
+    ):
+        return {}
+    shape = (cell.batch, cell.heads)
+    q, dout = (torch.randn(*shape, data.spec.max_q, cell.dim, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    k, v = (torch.randn(*shape, data.spec.max_k, cell.dim, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    keep = (torch.arange(data.spec.max_k, device="cuda") < torch.tensor(data.k_lens, device="cuda")[:, None])[
+        :, None, None, :
+    ]
+    q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
+    compiled = torch.compile(lambda q, k, v: (torch.nn.functional.gelu(q @ k.transpose(-1, -2) * SCALE) * keep) @ v)
+    out = compiled(q, k, v)
+    return {
+        "padded-compiled": {
+            "forward": lambda: compiled(q, k, v),
+            "backward": lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True),
+        }
+    }
+
+
+def graphed(run: Run) -> tuple[Run, bool]:
+    """`run` as a CUDA graph's replay, if it can be captured."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            run()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            run()
+    except RuntimeError:
+        torch.cuda.synchronize()
+        return run, False
+    return graph.replay, True
+
+
+def timed(run: Run, milliseconds: float) -> float:
+    """Mean milliseconds of a run, over at least `milliseconds`."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    run()
+    end.record()
+    torch.cuda.synchronize()
+    count = max(2, int(milliseconds / max(start.elapsed_time(end), 1e-3)) + 1)
+    start.record()
+    for _ in range(count):
+        run()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / count
+
+
+def board() -> str:
+    query = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader"]
+    return subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
+
+
+def measure(
+    runs: dict[str, Run], milliseconds: float, rounds: int, plain: bool
+) -> tuple[dict[str, list[float]], list[str], list[str]]:
+    """Times of each contestant by round, clock and power after each round, and who ran as a graph."""
+    ready, captured = {}, []
+    for name, run in runs.items():
+        # Autograd's backward runs on its forward's stream, which a capture on another would not see.
+        takes_graph = plain and name in ("gemopt", "gemopt-deterministic", "flash-2-varlen")
+        ready[name], as_graph = graphed(run) if takes_graph else (run, False)
+        captured += [name] * as_graph
+    for name, run in list(ready.items()):
+        try:
+            timed(run, milliseconds / 4)
+        except torch.cuda.OutOfMemoryError:
+            print(f"    {name}: left out (out of memory)", file=sys.stderr)
+            del ready[name]
+            torch.cuda.empty_cache()
+    times: dict[str, list[float]] = {name: [] for name in ready}
+    boards = []
+    for _ in range(rounds):
+        for name, run in ready.items():
+            times[name].append(timed(run, milliseconds))
+        boards.append(board())
+    return times, boards, captured
+
+
+def contestants(cell: Cell, data: Data, peers: list[Any]) -> dict[str, dict[str, Run]]:
+    found: dict[str, dict[str, Run]] = {}
+    for source in [ours, flash, *peers]:
+        try:
+            found |= source(cell, data)
+        except (RuntimeError, torch.cuda.OutOfMemoryError) as error:
+            print(f"    {source.__name__}: left out ({str(error).splitlines()[0][:90]})", file=sys.stderr)
+    return found
+
+
+def run_cell(name: str, cell: Cell, peers: list[Any], milliseconds: float, rounds: int) -> list[dict[str, Any]]:
+    data = draw(cell)
+    flops = 4 * cell.heads * cell.dim * pairs(cell, data)
+    square = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    found = contestants(cell, data, peers)
+    records = []
+    for direction, factor in (("forward", 1.0), ("backward", 2.5)):
+        runs = {"cublas-8192": lambda: square @ square} | {
+            who: way[direction] for who, way in found.items() if direction in way
+        }
+        times, boards, captured = measure(runs, milliseconds, rounds, cell.op == "attention")
+        middle = {who: statistics.median(t) for who, t in times.items()}
+        rate = {who: factor * flops / ms / 1e9 for who, ms in middle.items()}
+        rate["cublas-8192"] = 2 * 8192**3 / middle["cublas-8192"] / 1e9
+        queries, keys = data.q.numel() * 2, data.k.numel() * 2
+        bytes_ = (2 * queries + 2 * keys) if direction == "forward" else (3 * queries + 4 * keys)
+        for who, ms in middle.items():
+            speed = f"{ms:9.3f} ms {rate[who]:7.1f} TFLOP/s {rate[who] / rate['cublas-8192']:5.2f} of cuBLAS"
+            print(f"{name:20} {direction:9} {who:26} {speed} {bytes_ / ms / 1e9:5.2f} TB/s", flush=True)
+        records.append({
+            "config": {"cell": name, "direction": direction},
+            "shape": dict(vars(cell)),
+            "protocol": {"milliseconds": milliseconds, "rounds": rounds, "graphs": captured},
+            "flops": factor * flops,
+            "bytes": bytes_,
+            "milliseconds": {k: [round(x, 5) for x in v] for k, v in times.items()},
+            "tflops": {k: round(v, 1) for k, v in rate.items()}, "board": boards,
+        })  # fmt: skip
+    return records
+
+
+def load_peer(path: str) -> Any:
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    if spec is None or spec.loader is None:
+        raise SystemExit(f"bench/kernels.py: --peer must be a Python file, got {path}")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.contestants
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cells", help="comma-separated names, default all: " + ", ".join(grid()))
+    parser.add_argument("--peers", default="padded,flex,eager_gelu", help="built-in peers besides flash, or none")
+    parser.add_argument("--peer", action="append", default=[], help="Python file with another contestant")
+    parser.add_argument("--milliseconds", type=float, default=200.0)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--dry-run", action="store_true", help="do not write bench/results")
+    options = parser.parse_args()
+    cells = grid()
+    names = options.cells.split(",") if options.cells else list(cells)
+    unknown = [n for n in names if n not in cells]
+    if unknown:
+        parser.error(f"--cells must be among {', '.join(cells)}, got {', '.join(unknown)}")
+    builtin = {"padded": padded, "flex": flex, "eager_gelu": eager_gelu}
+    peers = [builtin[n] for n in options.peers.split(",") if n in builtin] + [load_peer(p) for p in options.peer]
+    for name in names:
+        records = run_cell(name, cells[name], peers, options.milliseconds, options.rounds)
+        torch.cuda.empty_cache()
+        if not options.dry_run:
+            print(record_results("kernels", records, "cuda"))
+
+
+if __name__ == "__main__":
+    main()

@@ -40,6 +40,7 @@ def compose(c: Choices, d: Draft | None = None) -> Program:
         max_len=length,
         batch=2 if sizes == "equal" else 5,
         shortest=d.settings.get("shortest", 0),
+        undefined_empty=d.settings.get("undefined_empty", False),
         margin=d.settings.get("margin", 0),
         holes=t.validity != "lengths" and not d.settings.get("no_holes", False),
         fixed=family == "reshaped",
@@ -166,7 +167,9 @@ def _self(d: Draft, c: Choices, dim: int, family: str) -> tuple[list[str], int, 
             b.activation_attention(d, c, heads, layout, side, side, parts)
         _close(d, c, dim)
     layers = _layers(c)
-    return demand(d, c, t, c.pick("demand", DEMANDS)), layers, layers, t
+    # Without a mask on keys only the lengths say which keys later queries read; labels may end anywhere.
+    ends = {k: n for k, n in DEMANDS.items() if padding != "none" or k != "cross_entropy"}
+    return demand(d, c, t, c.pick("demand", ends)), layers, layers, t
 
 
 def _causal_encoder(d: Draft, c: Choices, dim: int, side: b.Side) -> None:
@@ -311,7 +314,7 @@ def _pma(d: Draft, c: Choices, dim: int, family: str) -> tuple[list[str], int, i
     parts = [Part(t.valid, "bk")]
     b.project(d, c, heads, q, k)
     if c.pick("score_function", {"softmax": 2, "activation": 2}) == "softmax":
-        d.settings["shortest"] = 1  # a live query without keys is uniform in eager
+        d.settings["undefined_empty"] = True  # a live query without keys
         b.softmax_attention(d, c, heads, layout, q, k, parts, False)
     else:
         if t.lengths:
@@ -347,7 +350,7 @@ def _target(d: Draft, c: Choices, dim: int, family: str) -> tuple[list[str], int
         d.block.append("s = (self.key(h) * wanted_item.unsqueeze(1)).sum(-1)" if way == "dot"
                        else "s = torch.bmm(self.key(h), wanted_item.unsqueeze(-1)).squeeze(-1)")  # fmt: skip
     if c.pick("target_weights", ["softmax", "masked"]) == "softmax":
-        d.settings["shortest"] = 1
+        d.settings["undefined_empty"] = True
         fill = c.spell("target_fill", "-1e9", 'float("-inf")', "-2.0**32 + 1")
         d.block.append(
             c.spell("target_mask", f"s = s.masked_fill(~{t.valid}, {fill})", f"s = torch.where({t.valid}, s, {fill})")

@@ -87,7 +87,7 @@ def _pool(d: Draft, c: Choices, t: Tokens, kind: str) -> list[str]:
         fill = c.spell("max_fill", "-1e9", 'float("-inf")', "torch.finfo(x.dtype).min")
         return [f"pooled = x.masked_fill(~{wide}, {fill})." + c.spell("max", "max(dim=-2).values", "amax(-2)", "max(-2)[0]")]
     if kind == "attention":
-        d.settings["shortest"] = 1  # without tokens, eager pools padding uniformly
+        d.settings["undefined_empty"] = True
         d.model_init += [f"self.pool = nn.Linear({dim}, {dim})", f"self.vote = nn.Linear({dim}, 1, bias=False)"]
         return [
             "votes = self.vote(torch.tanh(self.pool(x))).squeeze(-1)",

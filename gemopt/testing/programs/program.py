@@ -39,6 +39,7 @@ class Program:
         sites: attentions in it.
         max_len, batch: sizes of the first batch; ``fixed`` forbids other lengths.
         shortest: smallest length of a sequence that eager defines well enough to compare.
+        undefined_empty: the result of an empty sequence is an average of padding in eager (all keys masked, finite fill).
         margin: lengths stay this much below ``max_len``.
         holes: the mask need not be a prefix.
         autocast: ambient autocast dtype of the call.
@@ -53,6 +54,7 @@ class Program:
     batch: int = 5
     fixed: bool = False
     shortest: int = 0
+    undefined_empty: bool = False
     margin: int = 0
     holes: bool = False
     autocast: torch.dtype | None = None

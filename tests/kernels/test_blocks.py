@@ -1,0 +1,73 @@
+"""Block attention, tile lists and norm kernels in Triton, under the interpreter or on a GPU (see test_interpreter.py)."""
+
+import importlib.util
+import os
+
+import pytest
+import torch
+
+from tests.ops.attention_cases import Case, check
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("needs triton", allow_module_level=True)
+
+from gemopt.kernels.triton import norms
+from gemopt.kernels.triton.tiles import tile_list
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and os.environ.get("GEMOPT_FORCE_TRITON") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case((70, 0, 1, 33), d=16, op="block_attention", spare=3, kwargs={"block_size": 32}),
+        Case((70, 5), heads=4, kv_heads=2, d=24, dv=8, op="block_attention", kwargs={"block_size": 24, "causal": True}),
+    ],
+    ids=["plain", "grouped, causal, odd sizes"],
+)
+def test_blocks(case: Case) -> None:
+    check(case, torch.float16, DEVICE)
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+@pytest.mark.parametrize("lens", [[0, 70, 3, 64, 128, 0, 129], [0], [5], [0, 0], [1] * 40])
+def test_tile_list(lens: list[int], in_order: bool) -> None:
+    """Every row of every sequence, and the rows after the last, lie in one tile; longest streams come first."""
+    spare, block = 9, 64
+    x = torch.tensor([0, *lens]).cumsum(0)
+    streams = [(7 * i) % 5 for i in range(len(lens))]
+    y = torch.tensor([0, *streams]).cumsum(0)
+    rows = int(x[-1]) + spare
+    tiles = tile_list(x.to(DEVICE), y.to(DEVICE, torch.int32), rows, block, in_order)
+    records = tiles.records[: int(tiles.count)].tolist()
+    assert len(records) == sum(-(-n // block) for n in [*lens, spare])
+    covered = sorted(start + i for first, start, length, *_ in records for i in range(first, min(first + block, length)))
+    assert covered == list(range(rows))
+    for _, start, length, y_start, y_len, b, *_ in records:
+        if b == len(lens):
+            assert (start, length, y_len) == (int(x[-1]), spare, 0)
+        else:
+            assert (start, length, y_start, y_len) == (int(x[b]), lens[b], int(y[b]), streams[b])
+    order = [record[5] for record in records] if in_order else [-record[4] for record in records]
+    assert order == sorted(order)
+
+
+def test_norms() -> None:
+    gen = torch.Generator().manual_seed(0)
+    x, dy, residual = (torch.randn(5, 3, 40, generator=gen) for _ in range(3))
+    wide = [3, 40]
+    x.requires_grad_()
+    y = torch.nn.functional.layer_norm(x, wide)
+    (dx,) = torch.autograd.grad(y, x, dy)
+    n = torch.nn.functional.rms_norm(x, wide, eps=1e-5)
+    (dn,) = torch.autograd.grad(n, x, dy)
+    x = x.detach().to(DEVICE)
+    got, rstd = norms.layer_norm(x, 1e-5)
+    torch.testing.assert_close(got.cpu(), y.detach(), rtol=1e-5, atol=1e-5)
+    back = norms.layer_norm_gradient(got, rstd, dy.to(DEVICE), residual.to(DEVICE))
+    torch.testing.assert_close(back.cpu(), dx + residual, rtol=1e-4, atol=1e-5)
+    added = norms.rms_add(x, residual.to(DEVICE), 1e-5)
+    torch.testing.assert_close(added.cpu(), (n + residual).detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(norms.rms_gradient(x, dy.to(DEVICE), 1e-5).cpu(), dn, rtol=1e-4, atol=1e-5)

@@ -230,9 +230,35 @@ def _dropout(node: fx.Node, known: Analysis) -> Fact | None:
     return _kept_zero(node, known)
 
 
+def _lowered(node: fx.Node, known: Analysis) -> Fact | None:
+    """Where a very negative number is added to what a softmax reads: as good as filled with it."""
+    found, fill = [], -math.inf
+    for access in known.operands(node):
+        value = known.values.through(access)
+        if value is not None and argument(node, "alpha", 1) == 1:
+            hidden, largest = _hidden(value)
+            found.append(hidden)
+            fill = max(fill, largest)
+    where = t.or_(*found)
+    return None if where == t.FALSE else Fact(fill, where)
+
+
+def _hidden(value: Term) -> tuple[Term, float]:
+    """Where an additive mask is very negative, and the largest such number."""
+    if value.op != "where" or t.is_predicate(value):
+        number = t.constant_value(value)
+        low = number is not None and number <= HIDING_FILL
+        return (t.TRUE, float(number)) if low and number is not None else (t.FALSE, -math.inf)
+    p, a, b = value.args
+    (x, low_x), (y, low_y) = _hidden(a), _hidden(b)
+    return t.or_(t.and_(p, x), t.and_(t.not_(p), y)), max(low_x, low_y)
+
+
 def _softmax(node: fx.Node, known: Analysis) -> Fact | None:
     x = node.args[0]
     fact = known.facts.get(x) if isinstance(x, fx.Node) else None
+    if fact is None and isinstance(x, fx.Node) and op_name(x) == "aten.add":
+        fact = _lowered(x, known)
     if fact is None or argument(node, "dim") is None:
         return None
     slots = known.info(node).dim_slots()[argument(node, "dim") % len(shape_of(node))]

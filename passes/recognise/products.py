@@ -143,7 +143,9 @@ def _site(walk: Walk, outer: Product, weights: Access, values: Access) -> Site |
         if product(walk.at, known) is not None:
             walk.score = "identity"
         elif not step_weights(walk):
-            return None
+            if op_name(walk.at) not in ("aten.add", "aten.sub"):
+                return None
+            walk.score = "identity"  # a bias on scores that nothing is applied to
     inner = product(walk.at, known)
     while inner is None:
         if not step_scores(walk):

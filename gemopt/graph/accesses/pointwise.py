@@ -50,6 +50,7 @@ _UNTAGGED_POINTWISE = frozenset(
         "__xor__",
         "log_sigmoid",
         "hardswish",
+        "floor_divide",
         "rand_like",
         "randn_like",
     ]

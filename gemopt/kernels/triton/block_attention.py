@@ -217,8 +217,6 @@ def _launch(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Launch:
         "SHARED": q.shape[1] != kv_heads,
         "num_warps": 8 if spec.block_size > 64 or (q.shape[1] != kv_heads and max(d, dv) > 64) else 4,
     }
-    if constants["num_warps"] == 4 and torch.version.cuda is not None:
-        constants["maxnreg"] = 168  # three programs on a multiprocessor; without it ptxas takes 200 and two fit
     return Launch(tiles, tiles.records.shape[0] * kv_heads, constants)
 
 
@@ -258,6 +256,8 @@ def backward(
     heads, sharing = q.shape[1], q.shape[1] // k.shape[1]
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     work = _launch(q, k, v, spec)
+    if work.constants["BLOCK_D"] > 64 and work.constants["num_warps"] == 4 and torch.version.cuda is not None:
+        work.constants["maxnreg"] = 168  # three programs on a multiprocessor; ptxas would take 200, and two fit
     block_backward[(work.programs,)](
         q,
         k,

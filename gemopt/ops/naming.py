@@ -16,11 +16,11 @@ _PACKAGES = ("ops", "kernels")
 
 @cache
 def source_hash() -> str:
-    """Eight hex digits over path and content of every Python source of `gemopt.ops` and `gemopt.kernels`."""
+    """Eight hex digits over path and content of every Python and C++ source of `gemopt.ops` and `gemopt.kernels`."""
     root = Path(__file__).resolve().parent.parent
     digest = hashlib.sha256()
     for package in _PACKAGES:
-        for path in sorted((root / package).rglob("*.py")):
+        for path in sorted(p for p in (root / package).rglob("*") if p.suffix in (".py", ".cpp")):
             content = path.read_bytes()
             digest.update(f"{path.relative_to(root).as_posix()}:{len(content)}:".encode())
             digest.update(content)

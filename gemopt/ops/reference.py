@@ -83,7 +83,7 @@ def activated(scores: Tensor, name: str) -> Tensor:
     if name == "gelu_tanh":
         return 0.5 * s * (1 + torch.tanh(math.sqrt(2 / math.pi) * (s + 0.044715 * s**3)))
     if name == "sigmoid":
-        return torch.where(s > 0, 1 / (1 + (-s.abs()).exp()), 1 - 1 / (1 + (-s.abs()).exp()))
+        return 0.5 * (1 + torch.tanh(0.5 * s))
     if name == "silu":
         return s * activated(s, "sigmoid")
     if name == "hardswish":

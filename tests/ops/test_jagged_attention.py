@@ -7,8 +7,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gemopt.kernels.cpu import native, native_build
+from gemopt.kernels.spec import ACTIVATIONS
 from gemopt.ops import jagged_attention, reference
 from tests.ops.attention_cases import CASES, Case, assert_close, check, draw, offsets_of, run
+
+
+@pytest.fixture(params=["native", "operators"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """With the kernel in C++ and without."""
+    if request.param == "operators":
+        monkeypatch.setattr(native, "serves", lambda *_: False)
+    elif native_build.load() is None:
+        pytest.skip("needs a C++ compiler")
+    return request.param
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -17,11 +29,34 @@ def test_matches_reference(name: str, dtype: torch.dtype) -> None:
     check(CASES[name], dtype)
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_matches_reference_without_a_compiler(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "serves", lambda *_: False)
+    check(CASES[name], torch.float32)
+
+
+def test_the_kernel_serves_what_it_should(monkeypatch: pytest.MonkeyPatch) -> None:
+    """fp32 and half types use the kernel if there is a compiler, fp64 and long sequences do not."""
+    if native_build.load() is None:
+        pytest.skip("needs a C++ compiler")
+    calls: list[torch.dtype] = []
+    forward = native.forward
+    monkeypatch.setattr(native, "forward", lambda q, *rest: (calls.append(q.dtype), forward(q, *rest))[1])
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        q = torch.zeros(6, 1, 8, dtype=dtype)
+        jagged_attention(q, q, q, offsets_of((6,)), offsets_of((6,)), 6, 6)
+    long = torch.zeros(4000, 1, 8)
+    jagged_attention(long, long, long, offsets_of((4000,)), offsets_of((4000,)), 4000, 4000)
+    assert calls == [torch.float32, torch.bfloat16, torch.float16]
+
+
 LENGTHS = st.lists(st.one_of(st.integers(0, 3), st.integers(0, 40), st.sampled_from([127, 128, 129, 160])), max_size=6)
 
 
 @given(q_lens=LENGTHS, data=st.data())
-def test_any_lengths(q_lens: list[int], data: st.DataObject) -> None:
+@pytest.mark.parametrize("op", ["jagged_attention", "gdpa"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_any_lengths(op: str, dtype: torch.dtype, q_lens: list[int], data: st.DataObject) -> None:
     self_attention = data.draw(st.booleans())
     k_lens = (
         None
@@ -37,9 +72,18 @@ def test_any_lengths(q_lens: list[int], data: st.DataObject) -> None:
     }
     if not positions:
         kwargs["causal_align"] = data.draw(st.sampled_from(["top_left", "bottom_right"]))
+    if op == "gdpa":
+        kwargs |= {
+            "activation": data.draw(st.sampled_from(ACTIVATIONS)),
+            "scale": data.draw(st.sampled_from([0.0, 0.3, 1.0])),
+        }
+    tables = st.sampled_from(["", "", "BHQK", "HQK", "BK", "K", "HQx"])
     case = Case(
         tuple(q_lens),
         k_lens,
+        op=op,
+        bias=data.draw(tables),
+        mask=data.draw(tables),
         heads=kv_heads * data.draw(st.integers(1, 3)),
         kv_heads=kv_heads,
         d=data.draw(st.sampled_from([1, 8, 12])),
@@ -48,7 +92,34 @@ def test_any_lengths(q_lens: list[int], data: st.DataObject) -> None:
         positions=positions,
         kwargs=kwargs,
     )
-    check(case, torch.float64, seed=data.draw(st.integers(0, 3)))
+    check(case, dtype, seed=data.draw(st.integers(0, 3)))
+
+
+def test_bias_with_minus_infinity_hides(path: str) -> None:
+    inputs = draw(Case((5, 9, 3), bias="HQK", mask="HQK"), torch.float32)
+    masked = run(jagged_attention, inputs, torch.float32)
+    inputs.kwargs["bias"] = inputs.kwargs["bias"].masked_fill(~inputs.kwargs.pop("mask"), -math.inf)
+    biased = run(jagged_attention, inputs, torch.float32)
+    for name, want in masked.items():
+        torch.testing.assert_close(biased[name], want, rtol=0, atol=1e-6, msg=name)
+
+
+def test_one_key_gives_no_gradient(path: str) -> None:
+    """Weights that cannot move: gradients of q and k are exactly 0, as in eager."""
+    for case in (Case((1, 7, 3), (1, 1, 1)), Case((1, 5, 1), kwargs={"window": (0, 0)}), Case((3, 1), (9, 1))):
+        got = run(jagged_attention, draw(case, torch.float32), torch.float32)
+        rows = slice(3, None) if case.q_lens == (3, 1) else slice(None)
+        assert (got["dq"][rows] == 0).all()
+
+
+def test_bias_gradient_is_the_same_for_any_number_of_threads(path: str) -> None:
+    inputs = draw(Case((5, 30, 0, 17, 9, 1, 22), bias="HQK", kwargs={"causal": True}), torch.float32)
+    before, results = torch.get_num_threads(), []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        results.append(run(jagged_attention, inputs, torch.float32)["dbias"])
+    torch.set_num_threads(before)
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
 
 def test_reference_equals_sdpa() -> None:
@@ -62,7 +133,7 @@ def test_reference_equals_sdpa() -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30])
 @pytest.mark.parametrize("kwargs", [{}, {"causal": True}, {"window": (2, 2)}, {"dropout_p": 0.2}], ids=str)
-def test_neighbours_do_not_leak(value: float, kwargs: dict) -> None:
+def test_neighbours_do_not_leak(value: float, kwargs: dict, path: str) -> None:
     inputs = draw(Case((5, 9, 7, 1, 12), spare=2, kwargs=kwargs), torch.float32)
     clean = run(jagged_attention, inputs, torch.float32)
     poisoned = [slice(5, 14), slice(21, 22), slice(34, 36)]  # sequences 1 and 3, and the spare rows
@@ -78,7 +149,7 @@ def test_neighbours_do_not_leak(value: float, kwargs: dict) -> None:
         assert (dirty[name][34:] == 0).all(), f"{name}: spare rows"
 
 
-def test_single_query_neighbours_do_not_leak() -> None:
+def test_single_query_neighbours_do_not_leak(path: str) -> None:
     inputs = draw(Case((1, 1, 1), (5, 9, 7), kwargs={"causal": True}, positions="q"), torch.float32)
     clean = run(jagged_attention, inputs, torch.float32)
     for x, rows in ((inputs.q, slice(1, 2)), (inputs.dout, slice(1, 2)), (inputs.k, slice(5, 14)), (inputs.v, slice(5, 14))):
@@ -264,6 +335,18 @@ def _call(**changes: object) -> torch.Tensor:
         ({"dropout_p": 0.5}, "seed must be given"),
         ({"dropout_p": 0.5, "seed": torch.tensor(1.0)}, "seed must be one int64 element"),
         ({"q": torch.zeros(5, 4, 8, device="meta")}, "is on cpu but q is on meta"),
+        ({"bias": torch.zeros(1, 4, 3)}, r"bias must be \[B or 1"),
+        ({"bias": torch.zeros(1, 1, 3, 3).long()}, "bias must be floating"),
+        ({"bias": torch.zeros(3, 1, 3, 3)}, r"bias must have 1 or 2 in dim 0 \(sequences\), got 3"),
+        ({"mask": torch.zeros(2, 2, 3, 3, dtype=torch.bool)}, r"mask must have 1 or 4 in dim 1 \(heads\), got 2"),
+        ({"mask": torch.zeros(1, 1, 3, 3)}, "mask must be bool"),
+        ({"bias": torch.zeros(1, 1, 2, 3)}, "bias must hold every query position, got size 2 in dim 2"),
+        ({"mask": torch.ones(1, 1, 3, 2, dtype=torch.bool)}, "mask must hold every key position, got size 2 in dim 3"),
+        (
+            {"bias": torch.zeros(1, 1, 3, 3), "q_positions": torch.arange(5)},
+            "q_positions needs positions 0 to 4",
+        ),
+        ({"bias": [[0.0]]}, "bias must be a Tensor"),
     ],
 )
 def test_bad_arguments(changes: dict, message: str) -> None:

@@ -1,7 +1,9 @@
-"""jagged_attention and gdpa on the CPU: dense batches of sequences of like length, one plan per set of offsets.
+"""jagged_attention and gdpa on the CPU.
 
-FLOPs 4·H·D·Σ qᵢkᵢ forward and 2.5 times that backward (plus the rounding of lengths to the group's); bytes are those
-of q, k, v, out once, plus one gather and one scatter where a group is no strided view. Half types are computed in fp32.
+A softmax over short sequences runs in a kernel of its own (`native`). Everything else, and everything where there is no C++
+compiler, runs on PyTorch's operators in dense batches of sequences of like length, one plan per set of offsets: FLOPs
+4·H·D·Σ qᵢkᵢ forward and 2.5 times that backward (plus the rounding of lengths to the group's); bytes are those of q, k, v,
+out once, plus one gather and one scatter where a group is no strided view. Half types are computed in fp32.
 """
 
 from dataclasses import replace
@@ -10,7 +12,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from gemopt.kernels.cpu import flash_path, gdpa_path, math_path, single_query, tables, workers
+from gemopt.kernels.cpu import flash_path, gdpa_path, math_path, native, single_query, tables, workers
+from gemopt.kernels.cpu.bounds import Bounds, bounds
 from gemopt.kernels.cpu.plan import Group, Plan, SingleQueries, plan
 from gemopt.kernels.spec import AttentionSpec
 from gemopt.ops import dropout as generator
@@ -20,7 +23,7 @@ def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
-def _simplify(spec: AttentionSpec, the_plan: Plan) -> AttentionSpec:
+def _simplify(spec: AttentionSpec, bounds: Bounds) -> AttentionSpec:
     """Drop positions that change nothing: unused ones, and equal, ascending ones under a causal mask alone."""
     q_pos, k_pos = spec.q_positions, spec.k_positions
     if q_pos is None and k_pos is None:
@@ -29,9 +32,7 @@ def _simplify(spec: AttentionSpec, the_plan: Plan) -> AttentionSpec:
     if spec.bias is not None or spec.mask is not None:
         return spec
     if spec.causal and spec.window == (-1, -1) and q_pos is not None and k_pos is not None:
-        if the_plan.q_offsets == the_plan.k_offsets and torch.equal(q_pos, k_pos):
-            used = q_pos[: the_plan.q_offsets[-1]]
-            needless = bool(((used[1:] > used[:-1]) | the_plan.starts_sequence[1:]).all())
+        needless = bounds.square and torch.equal(q_pos, k_pos) and bounds.ascending(q_pos)
     return replace(spec, q_positions=None, k_positions=None) if needless else spec
 
 
@@ -100,10 +101,15 @@ def _use_flash(q: Tensor, v: Tensor, spec: AttentionSpec, group: Group) -> bool:
 
 def _plan(spec: AttentionSpec, q_rows: int, k_rows: int) -> Plan:
     dense = not spec.softmax or spec.bias is not None or spec.mask is not None
-    the_plan = plan(spec.q_offsets, spec.k_offsets, q_rows, k_rows, dense)
-    if dense:
-        tables.check(spec, the_plan)
-    return the_plan
+    return plan(spec.q_offsets, spec.k_offsets, q_rows, k_rows, dense)
+
+
+def _read(spec: AttentionSpec, q_rows: int, k_rows: int) -> tuple[AttentionSpec, Bounds]:
+    """The call in its simplest form, and where its sequences lie. Raises ValueError for what does not fit."""
+    spec = spec.split_blocks(q_rows)
+    its_bounds = bounds(spec, q_rows, k_rows)
+    tables.check(spec, its_bounds)
+    return _simplify(spec, its_bounds), its_bounds
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
@@ -112,9 +118,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tenso
     A row without a visible key has out 0; its lse means nothing. lse is `[0, H]` unless the weights are a softmax.
     """
     rows, heads, dtype = q.shape[0], q.shape[1], _compute_dtype(q.dtype)
-    spec = spec.split_blocks(rows)
+    spec, its_bounds = _read(spec, rows, k.shape[0])
+    if native.serves(q, v, spec, its_bounds):
+        return native.forward(q, k, v, spec, its_bounds)
     the_plan = _plan(spec, rows, k.shape[0])
-    spec = _simplify(spec, the_plan)
     words = _row_words(spec, the_plan, rows, heads)
     out = _buffer(q, (rows, heads, v.shape[2]), the_plan.q_covered)
     lse_rows = rows if spec.softmax else 0
@@ -174,9 +181,11 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of q, k, v and, if `bias_grad`, of the bias. `out` and `lse` are those of a softmax, else None."""
     dtype = _compute_dtype(q.dtype)
-    spec = spec.split_blocks(q.shape[0])
+    spec, its_bounds = _read(spec, q.shape[0], k.shape[0])
+    if native.serves(q, v, spec, its_bounds):
+        assert lse is not None
+        return native.backward(dout, q, k, v, lse, spec, its_bounds, bias_grad)
     the_plan = _plan(spec, q.shape[0], k.shape[0])
-    spec = _simplify(spec, the_plan)
     words = _row_words(spec, the_plan, q.shape[0], q.shape[1])
     dq = _buffer(q, tuple(q.shape), the_plan.q_covered)
     dk, dv = (_buffer(x, tuple(x.shape), the_plan.k_covered) for x in (k, v))

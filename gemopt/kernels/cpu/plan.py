@@ -151,14 +151,6 @@ class Plan:
     q_offsets: Offsets
     k_offsets: Offsets
 
-    @cached_property
-    def starts_sequence(self) -> Tensor:
-        """bool `[Tq]`: first query row of a sequence, or a row of nobody."""
-        first = torch.ones(self.q_offsets[-1], dtype=torch.bool)
-        inside = [r for a, b in pairwise(self.q_offsets) for r in range(a + 1, b)]
-        first[inside] = False
-        return first
-
 
 def _round_up(length: int) -> int:
     """The size of the group of a length. Coarser steps make fewer groups and more padding."""

@@ -5,12 +5,12 @@ for all sequences it is a view; otherwise it is one gather.
 """
 
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from gemopt.kernels.cpu.plan import Group, Plan
+from gemopt.kernels.cpu.bounds import Bounds
+from gemopt.kernels.cpu.plan import Group
 from gemopt.kernels.spec import AttentionSpec
 
 
@@ -87,17 +87,18 @@ def table(tensor: Tensor | None, group: Group, spec: AttentionSpec) -> Table | N
     )
 
 
-def check(spec: AttentionSpec, plan: Plan) -> None:
+def check(spec: AttentionSpec, bounds: Bounds) -> None:
     """Raise ValueError if a position lies outside a table."""
-    sides = (("q", spec.q_positions, plan.q_offsets, 2), ("k", spec.k_positions, plan.k_offsets, 3))
-    for name, positions, offsets, dim in sides:
-        if positions is None:
-            longest = max((b - a for a, b in pairwise(offsets)), default=0)
-            low, high = 0, longest - 1
-        elif offsets[-1] == 0:
+    if spec.bias is None and spec.mask is None:
+        return
+    sides = (
+        ("q", spec.q_positions, bounds.q[-1], bounds.q_lengths, 2),
+        ("k", spec.k_positions, bounds.k[-1], bounds.k_lengths, 3),
+    )
+    for name, positions, rows, lengths, dim in sides:
+        if rows == 0:
             continue
-        else:
-            low, high = (int(x) for x in positions[: offsets[-1]].aminmax())
+        low, high = (0, int(lengths.max()) - 1) if positions is None else map(int, positions[: int(rows)].aminmax())
         for what, tensor in (("bias", spec.bias), ("mask", spec.mask)):
             if tensor is None or tensor.shape[dim] == 1:
                 continue

@@ -1,0 +1,73 @@
+"""Builds and loads `attention.cpp` for this machine, once, with the C++ compiler that torch.compile needs on a CPU anyway.
+
+The library lies in inductor's cache folder under a name that hashes the source, the flags, the compiler and the processor.
+Without a compiler (or with GEMOPT_CPU_NATIVE=0) there is none, and attention runs on PyTorch's operators.
+"""
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+SOURCE = Path(__file__).with_name("attention.cpp")
+FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=fast")
+log = logging.getLogger(__name__)
+
+
+def _compiler() -> str | None:
+    """CXX if set, else the first of g++, clang++, c++."""
+    names = (os.environ["CXX"],) if os.environ.get("CXX") else ("g++", "clang++", "c++")
+    return next((found for name in names if (found := shutil.which(name))), None)
+
+
+def _processor() -> str:
+    """Something that differs between machines that run different instructions."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line for line in text.splitlines() if line.lower().startswith(("flags", "features"))), platform.machine())
+
+
+def _build(compiler: str) -> Path:
+    native = "-march=native" if platform.machine() in ("x86_64", "AMD64", "i686") else "-mcpu=native"
+    flags = [*FLAGS, native]
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
+    key = "\0".join((SOURCE.read_text(), *flags, compiler, version, _processor()))
+    folder = Path(cache_dir()) / "gemopt"
+    library = folder / f"attention-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
+    if not library.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            made = Path(scratch) / library.name
+            subprocess.run([compiler, *flags, str(SOURCE), "-o", str(made)], capture_output=True, text=True, check=True)
+            os.replace(made, library)  # whole or not at all, whoever else builds it now
+    return library
+
+
+@cache
+def load() -> ctypes.CDLL | None:
+    """The library, or None; it stays as it is for the life of the process."""
+    if os.environ.get("GEMOPT_CPU_NATIVE") == "0":
+        return None
+    compiler = _compiler()
+    if compiler is None:
+        log.info("no C++ compiler: attention on the CPU runs on PyTorch's operators")
+        return None
+    try:
+        library = ctypes.CDLL(str(_build(compiler)))
+    except (OSError, subprocess.SubprocessError) as error:
+        detail = error.stderr if isinstance(error, subprocess.CalledProcessError) else error
+        log.warning("attention on the CPU runs on PyTorch's operators, for its own kernel did not build: %s", detail)
+        return None
+    for name in ("gemopt_forward", "gemopt_backward"):
+        getattr(library, name).argtypes, getattr(library, name).restype = [ctypes.c_void_p], None
+    return library

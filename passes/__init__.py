@@ -11,9 +11,11 @@ from gemopt.graph.plan import Plan
 def default_pipeline(captured: Captured, recipe: Any, report: Any) -> Plan | None:
     """Canonicalise, recognise, unpad. Returns the plan of the packed graph, or None where nothing is gained."""
     from gemopt.passes.canonicalise import canonicalise
+    from gemopt.passes.convolutions import pointwise_convolutions
     from gemopt.passes.unpad import unpad
 
     report.record_graph("capture", captured.gm)
+    pointwise_convolutions(captured.gm)
     canonicalise(captured.gm)
     report.record_graph("canonicalise", captured.gm)
     plan = unpad(captured, recipe, report)

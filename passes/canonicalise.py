@@ -3,6 +3,7 @@
     unbind, split, chunk, tensor_split      ->  select or slice, one for every part that is used
     cat of all parts of one tensor          ->  unflatten, permute, flatten (heads moved into the batch and back)
     einsum with an ellipsis or no result    ->  the same with every letter written out
+    type_as                                 ->  to
     torch.tensor(3.0) in the user's code    ->  full
     enable_gqa of fused attention           ->  repeat_interleave of key and value heads
     broadcast_tensors of one shape          ->  its operands
@@ -42,6 +43,8 @@ def canonicalise(gm: fx.GraphModule) -> None:
             _broadcast(node)
         elif node.target is aten.scaled_dot_product_attention.default:
             _repeated_heads(gm.graph, node)
+        elif node.target is aten.type_as.default:
+            _cast(gm.graph, node)
         elif node.target is aten.lift_fresh_copy.default:
             _literal(gm, node)
     for node in list(gm.graph.nodes):
@@ -193,6 +196,18 @@ def spelled_out(equation: str, ranks: Sequence[int]) -> str:
     if not arrow:
         output = shared + "".join(c for c in sorted(set(letters) - set(shared)) if letters.count(c) == 1)
     return f"{','.join(words)}->{output.replace('...', shared)}"
+
+
+def _cast(graph: fx.Graph, node: fx.Node) -> None:
+    """``x.type_as(y)`` reads nothing of y but its dtype."""
+    x, like = node.args[0], node.args[1]
+    assert isinstance(x, fx.Node) and isinstance(like, fx.Node)
+    if x.meta["val"].device != like.meta["val"].device:
+        return
+    with graph.inserting_before(node):
+        new = graph.call_function(aten.to.dtype, (x, like.meta["val"].dtype))
+    new.meta = dict(node.meta)
+    node.replace_all_uses_with(new)
 
 
 def _literal(gm: fx.GraphModule, node: fx.Node) -> None:

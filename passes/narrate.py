@@ -79,7 +79,7 @@ def report_plan(report: Any, captured: Captured, layout: Layout, plan: Plan, ver
     report.set_cost(**cost.totals(captured.gm.graph, layout, captured.is_training_graph), symbols=cost.meanings(layout))
     for s in plan.sets:
         report.row_set(s.name, str(s))
-    assumptions = (*(b.text for b in plan.bits), *layout.known.notes.values())
+    assumptions = tuple(b.text for b in plan.bits)
     for site in (s for o, s in layout.sites.items() if layout.attended(o)):
         sides = layout.sides[site.out]
         kernel = "jagged_attention" if site.score == "softmax" else f"gdpa({site.score})"

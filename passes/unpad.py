@@ -109,7 +109,9 @@ def draft(
     emitter = Emitter(gm, layout, regions(gm))
     packed = emitter.run()
     pairs = [(s.queries.set, s.keys.set) for o, s in layout.sides.items() if layout.attended(o)]
-    plan = Plan(packed, gm, emitter.extras, live.assumptions, known.values, fake_mode, _cost_rule(layout), pairs)
+    inside = {n for s in seeing for n in s.interior}  # there, `Live.sees_a_key` has settled it
+    exists = [e for n, e in known.exists.items() if n not in inside]
+    plan = Plan(packed, gm, emitter.extras, live.assumptions, known.values, fake_mode, _cost_rule(layout), pairs, exists)
     return Draft(live, layout, plan, blind)
 
 

@@ -17,16 +17,19 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import sympy
 import torch
 from torch import fx
 
 from gemopt.graph import accesses
 from gemopt.graph import terms as t
 from gemopt.graph.mutation import tainted
+from gemopt.graph.prologue import writable
 from gemopt.graph.slots import Access, Info, argument, forward, is_tensor, op_name, shape_of
 from gemopt.graph.terms import Term
 from gemopt.graph.values import Values
 
+_LOW = -100.0
 HIDING_FILL = -9984.0  # -1e4 in bfloat16: exp() of it is 0 beside any score that a model makes
 
 
@@ -38,6 +41,16 @@ class Fact:
     where: Term
 
 
+@dataclass(frozen=True)
+class Exists:
+    """Every softmax over ``slot`` meets an entry where ``predicate`` holds: then those filled with ``fill`` get weight 0."""
+
+    predicate: Term
+    sizes: tuple[sympy.Expr, ...]
+    slot: int
+    fill: float
+
+
 class Analysis:
     """Dims, values and facts of every tensor of a captured graph: one forward walk.
 
@@ -46,7 +59,7 @@ class Analysis:
 
     def __init__(self, graph: fx.Graph, finite_fills: bool = True) -> None:
         self.finite_fills = finite_fills
-        self.notes: dict[fx.Node, str] = {}  # assumptions about values that nothing tests
+        self.exists: dict[fx.Node, Exists] = {}  # what the fact of a softmax over a finite fill assumes
         self.infos: dict[fx.Node, Info] = {}
         self.tainted: set[fx.Node] = tainted(graph)
         self.facts: dict[fx.Node, Fact] = {}
@@ -161,7 +174,8 @@ def _mul(node: fx.Node, known: Analysis) -> Fact | None:
         if not all(map(math.isfinite, constants(value, fact))):
             return None  # inf * 0 is NaN
         if value is not None and node.args[position] is access.operand:
-            zeros.append(t.not_(t.truth(value)))
+            zero = t.not_(t.truth(value))
+            zeros += [zero] if zero.leaves else []  # not data: a shape (a triangle, a distance of 0), which is no padding
         if fact is not None and fact.value == 0:
             zeros.append(fact.where)
     if zeros:
@@ -230,6 +244,25 @@ def _dropout(node: fx.Node, known: Analysis) -> Fact | None:
     return _kept_zero(node, known)
 
 
+def _fills(node: fx.Node, known: Analysis) -> int:
+    """How many steps behind a softmax put a low number in some of its entries."""
+    stack, seen, count = [node], set(), 0
+    while stack:
+        n = stack.pop()
+        if n in seen or not is_tensor(n) or known.value(n) is not None:
+            continue
+        seen.add(n)
+        info = known.info(n)
+        if info.kind not in ("pointwise", "view", "expand"):
+            continue
+        numbers = [float(a) for a in n.args if isinstance(a, int | float) and not isinstance(a, bool)]
+        for access in info.accesses:
+            numbers += constants(known.values.through(access))
+        count += any(x <= _LOW for x in numbers)
+        stack += [a.operand for a in info.accesses]
+    return count
+
+
 def _lowered(node: fx.Node, known: Analysis) -> Fact | None:
     """Where a very negative number is added to what a softmax reads: as good as filled with it."""
     found, fill = [], -math.inf
@@ -270,7 +303,9 @@ def _softmax(node: fx.Node, known: Analysis) -> Fact | None:
         return Fact(0.0, fact.where)
     if fact.value > HIDING_FILL or not known.finite_fills:
         return None
-    known.notes[node] = f"{node.name}: entries filled with {fact.value:g} get weight 0; where all are filled, the sum is 0"
+    if len(slots) != 1 or not writable(fact.where) or _fills(x, known) != 1:  # type: ignore[arg-type]
+        return None  # of two fills, the lower one hides what the other leaves
+    known.exists[node] = Exists(t.not_(fact.where), known.info(node).sizes, slots[0], fact.value)
     return Fact(0.0, fact.where)
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, fx
 from gemopt.graph import terms as t
 from gemopt.graph.cost import pairs_name
 from gemopt.graph.extras import Extra, Extras
+from gemopt.graph.facts import Exists
 from gemopt.graph.live import Subset
 from gemopt.graph.prologue import Sizes, TermWriter, copy_inputs, copy_leaf, device_of
 from gemopt.graph.rowsets import RowSet
@@ -30,11 +31,23 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Bit:
-    """A condition that must hold for every index of ``sizes``; ``text`` is how the report words it."""
+    """A condition that must hold for every index of ``sizes``; ``text`` is how the report words it.
+
+    With ``some``, it must hold for some index of that axis, whatever the others are.
+    """
 
     predicate: Term
     sizes: tuple[sympy.Expr, ...]
     text: str
+    some: int | None = None
+
+
+def exists_bit(exists: Exists) -> Bit:
+    """Over the slots that the predicate speaks of, and the one that is searched."""
+    used = sorted({*exists.predicate.slots, exists.slot})
+    over_used = t.substitute(exists.predicate, {s: t.slot(i) for i, s in enumerate(used)})
+    text = f"every softmax over a fill of {exists.fill:g} meets an entry where {t.render(exists.predicate)}"
+    return Bit(over_used, tuple(exists.sizes[s] for s in used), text, used.index(exists.slot))
 
 
 def subset_bit(subset: Subset) -> Bit:
@@ -78,6 +91,7 @@ class Plan:
         fake_mode: Any,
         pays: Callable[[Mapping[str, int], Mapping[str, int]], bool],
         pairs: Sequence[tuple[RowSet, RowSet]] = (),
+        exists: Sequence[Exists] = (),
     ) -> None:
         used = {n.target for n in packed.graph.nodes if n.op == "placeholder" and n.users}
         for node in list(packed.graph.nodes):
@@ -87,7 +101,8 @@ class Plan:
         self.packed = packed
         self.extras = [e for e, n in extras.nodes.items() if n.target in used]
         self.sets = list(dict.fromkeys(s for e in self.extras for s in (e.set, e.target) if s is not None))
-        self.bits = list(dict.fromkeys([*map(subset_bit, assumptions), *range_bits(self.extras)]))
+        bits = [*map(subset_bit, assumptions), *map(exists_bit, exists), *range_bits(self.extras)]
+        self.bits = list(dict.fromkeys(bits))
         self._pays = pays
         self._pairs = [p for p in dict.fromkeys(pairs) if p[0] in self.sets and p[1] in self.sets]
         self.last_reason = ""
@@ -115,7 +130,10 @@ class Plan:
             return node
 
         for bit in self.bits:
-            held = writer.call(aten.all.default, writer.full(bit.predicate, bit.sizes))
+            holds = writer.expanded(bit.predicate, bit.sizes)
+            if bit.some is not None:
+                holds = writer.call(aten.any.dim, holds, bit.some)
+            held = writer.call(aten.all.default, holds)
             stats.append(writer.call(aten._to_copy.default, held, dtype=torch.int64))
         flat_masks: dict[RowSet, fx.Node] = {}
         ranks = {e.set for e in self.extras if e.kind in ("repack", "gather")}

@@ -72,7 +72,7 @@ def apply_fill(walk: Walk, node: fx.Node, fill: float) -> None:
     """Check that a fill hides a score from the score function."""
     if walk.unknown_scale:
         raise NoMatch(node, "masked scores are scaled by a tensor afterwards, so that their value is not known")
-    effective = fill * walk.scale
+    effective = fill * walk.scale + sum(map(_largest, [(walk, b) for b in walk.biases]))
     if walk.score != "softmax":
         if walk.biases or not _vanishes(walk.score, effective, node.meta["val"].dtype):
             raise NoMatch(node, f"masked scores are set to {fill:g}, which {walk.score} does not turn into 0")
@@ -83,6 +83,14 @@ def apply_fill(walk: Walk, node: fx.Node, fill: float) -> None:
             "use -inf, torch.finfo(dtype).min or a value of -1e4 or less",
         )  # fmt: skip
     walk.fill = max(walk.fill, effective)
+
+
+def _largest(added: tuple[Walk, Joined]) -> float:
+    """The most that a bias of known values raises a score by. Others are trusted to be of the size of scores."""
+    walk, bias = added
+    term = over_scores(walk.known, bias.node, bias.exprs)
+    found = [bias.coefficient * c for c in constants(term)] if term is not None else []
+    return max([0.0, *found])
 
 
 def _vanishes(activation: str, score: float, dtype: torch.dtype) -> bool:

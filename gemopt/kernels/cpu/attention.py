@@ -94,8 +94,8 @@ def _heads_first(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _use_flash(q: Tensor, v: Tensor, spec: AttentionSpec, group: Group) -> bool:
-    """Not where a sequence has one key only: its gradients are exactly 0 in eager, and rounding noise in flash."""
-    plain = spec.softmax and spec.bias is None and spec.dropout_p == 0.0
+    """Not where a query sees one key only: its gradients are exactly 0 in eager, and rounding noise in flash."""
+    plain = spec.softmax and spec.bias is None and spec.mask is None and spec.dropout_p == 0.0
     return plain and q.shape[-1] == v.shape[-1] and 1 not in group.k.lengths
 
 

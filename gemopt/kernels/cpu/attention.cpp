@@ -319,9 +319,13 @@ void row_gradient(const Sequence& s, i64 i, float* p, float* dp, float* keep, i6
         s.kept(i, keep, first, n);
         for (i64 j = 0; j < n; j++) dp[j] *= keep[j];
     }
+    vec ones = {};
+    for (i64 j = 0; j < n; j += W) ones += *(vec*)(p + j) = exp_of(load(p + j) - safe);
+    // lse is rounded at its own size: without this, weights of large scores would miss the sum 1 by |lse| * 2^-24.
+    const float sum = sum_of(ones), by = sum == 0.0f ? 1.0f : sum;
     vec total = {};
     for (i64 j = 0; j < n; j += W) {
-        const vec e = exp_of(load(p + j) - safe), product = e * load(dp + j);
+        const vec e = load(p + j) / by, product = e * load(dp + j);
         *(vec*)(p + j) = e;
         *(vec*)(dp + j) = product;
         total += product;

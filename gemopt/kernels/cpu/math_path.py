@@ -130,6 +130,8 @@ def backward(
     lse = lse.masked_fill(lse == NEVER, 0.0).unsqueeze(-1)
     for a, b in blocks(lq, n * heads * k.shape[2]):
         p = scores(q, k, mask, bias, a, b, NEVER).sub_(lse[:, :, a:b]).exp_()
+        total = p.sum(-1, keepdim=True)  # 1, but for the rounding of lse, which grows with the scores
+        p.div_(total.masked_fill_(total == 0, 1.0))
         keys = p.shape[-1]
         do = dout[:, :, a:b]
         dp = do @ v[:, :, :keys].transpose(-2, -1)

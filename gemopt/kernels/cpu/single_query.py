@@ -105,9 +105,10 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq `[R, H, D]`, dk `[S, Hkv, D]`, dv `[S, Hkv, Dv]` of the rows in `single`."""
     dense, owner = _scores(q, k, v, single, spec, dtype), single.owner
-    do, o, l = (_grouped(x[single.q_rows].to(dtype), k.shape[1]) for x in (dout, out, lse))
+    do, l = (_grouped(x[single.q_rows].to(dtype), k.shape[1]) for x in (dout, lse))
     p = (dense.scores - l.masked_fill(l == float("-inf"), 0.0)[owner]).exp_()
-    delta = (do * o).sum(-1)
+    total = segment_sum(p, single.offsets)  # 1, but for the rounding of lse, which grows with the scores
+    p.div_(total.masked_fill_(total == 0, 1.0)[owner])
     do = do.index_select(0, owner)
     dp = (do * dense.v).sum(-1)
     weights = p
@@ -115,7 +116,9 @@ def backward(
     if drop is not None:
         dp.mul_(drop.view_as(dp))
         weights = p * drop.view_as(p)
-    ds = (p * dp.sub_(delta[owner])).mul_(spec.scale).unsqueeze(-1)
+    weighted = p * dp
+    delta = segment_sum(weighted, single.offsets)
+    ds = weighted.sub_(p * delta[owner]).mul_(spec.scale).unsqueeze(-1)
     dq = segment_sum(ds * dense.k, single.offsets).flatten(1, 2)
     return dq, _sum_sharing(dense.q.mul_(ds)), _sum_sharing(do.mul_(weights.unsqueeze(-1)))
 

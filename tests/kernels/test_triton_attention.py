@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from gemopt.kernels.cpu import attention as cpu_kernels
-from gemopt.kernels.spec import AttentionSpec
+from gemopt.kernels.spec import ACTIVATIONS, AttentionSpec
 from gemopt.ops import dropout as host
-from gemopt.ops import jagged_attention, reference
+from gemopt.ops import gdpa, jagged_attention, reference
 from tests.ops.attention_cases import CASES, Case, assert_close, check, draw, run
 
 if importlib.util.find_spec("triton") is None:
@@ -22,6 +22,7 @@ if importlib.util.find_spec("triton") is None:
 import triton
 import triton.language as tl
 
+from gemopt.kernels.triton import jagged_attention as launch
 from gemopt.kernels.triton.dropout import keep_mask, row_keys
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and os.environ.get("GEMOPT_FORCE_TRITON") == "1"
@@ -60,9 +61,49 @@ def test_matches_reference_in_half(name: str, dtype: torch.dtype) -> None:
     check(CASES[name], dtype, DEVICE)
 
 
-@pytest.mark.parametrize("d", [40, 256] if INTERPRETED else [8, 40, 72, 128, 200, 256])
+@pytest.mark.parametrize("d", [16, 24, 40, 72, 136, 200, 256] if INTERPRETED else range(16, 257, 8))
 def test_head_dims(d: int) -> None:
-    check(Case((37, 5), d=d, heads=2, kv_heads=1, kwargs={"causal": True}), DTYPES[-1], DEVICE)
+    """Every multiple of 8, values of another size, shared key heads."""
+    dv = 264 - d if d < 256 else 16
+    check(Case((37, 0, 5), d=d, dv=dv, heads=2, kv_heads=1, kwargs={"causal": True}), DTYPES[-1], DEVICE)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_activations(name: str, dtype: torch.dtype) -> None:
+    kwargs = {"activation": name, "scale": 0.7, "post_scale": 0.3}
+    check(Case((35, 0, 1), (9, 3, 0), heads=4, kv_heads=2, d=24, dv=16, op="gdpa", kwargs=kwargs), dtype, DEVICE)
+
+
+def test_all_activations_at_once() -> None:
+    """One per head, under shared key heads, with dropout, bias and mask."""
+    kwargs = {"activation": [*ACTIVATIONS, "relu"], "scale": 0.5, "dropout_p": 0.2, "window": (9, 5)}
+    check(Case((35, 4), heads=10, kv_heads=2, op="gdpa", bias="HQK", mask="BQK", kwargs=kwargs), torch.float32, DEVICE)
+
+
+def test_bias_gradient_at_positions_is_refused_where_determinism_is_asked_for() -> None:
+    """Its sums are atomic; where positions are row numbers there is a deterministic kernel."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        check(Case((5, 9), bias="HQK"), torch.float32, DEVICE)
+        with pytest.raises(RuntimeError, match="at given positions is summed by atomics"):
+            check(Case((5, 9), bias="HQK", positions="both"), torch.float32, DEVICE)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("bias", ["HQK", "BHQK", "K"])
+def test_bias_gradients_are_equal_bit_by_bit(bias: str) -> None:
+    inputs = draw(Case((70, 5, 40), kv_heads=1, bias=bias), DTYPES[-1])
+    first, second = (run(jagged_attention, inputs, DTYPES[-1], DEVICE) for _ in range(2))
+    assert torch.equal(first["dbias"], second["dbias"])
+
+
+def test_a_bias_too_far_apart_is_refused() -> None:
+    """Offsets inside one sequence and head are 32 bits wide: larger ones are an error, never wrapped."""
+    bias = torch.empty(1, 1, 3, 2, device="meta").as_strided((1, 1, 3, 2), (0, 0, 2**30, 1))
+    with pytest.raises(ValueError, match=r"within 2\^31 of each other"):
+        launch._table_args(bias, bias)
 
 
 def test_same_numbers_as_the_cpu_kernel() -> None:
@@ -98,19 +139,25 @@ def test_dropout_bits() -> None:
 
 @pytest.mark.parametrize(
     ("value", "kwargs"),
-    [(float("nan"), {}), (float("inf"), {"causal": True, "window": (4, -1)}), (float("nan"), {"dropout_p": 0.2})],
+    [
+        (float("nan"), {}),
+        (float("inf"), {"causal": True, "window": (4, -1)}),
+        (float("nan"), {"dropout_p": 0.2}),
+        (float("nan"), {"activation": "sigmoid", "causal": True}),
+    ],
     ids=str,
 )
 def test_neighbours_do_not_leak(value: float, kwargs: dict) -> None:
+    op = gdpa if "activation" in kwargs else jagged_attention
     inputs = draw(Case((5, 9, 37, 1, 12), spare=2, kwargs=kwargs), torch.float32)
-    clean = run(jagged_attention, inputs, torch.float32, DEVICE)
+    clean = run(op, inputs, torch.float32, DEVICE)
     poisoned = [slice(5, 14), slice(51, 52), slice(64, 66)]  # sequences 1 and 3, and the spare rows
     keep = torch.ones(66, dtype=torch.bool)
     for rows in poisoned:
         keep[rows] = False
         for x in (inputs.q, inputs.k, inputs.v, inputs.dout):
             x[rows] = value
-    dirty = run(jagged_attention, inputs, torch.float32, DEVICE)
+    dirty = run(op, inputs, torch.float32, DEVICE)
     for name, want in clean.items():
         torch.testing.assert_close(dirty[name][keep], want[keep], rtol=0, atol=0, msg=name)
         assert (dirty[name][64:] == 0).all(), f"{name}: spare rows"

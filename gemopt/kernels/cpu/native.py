@@ -23,6 +23,9 @@ CACHED = 50_000
 # A shared bias is summed in this many parts, whatever the number of threads, so that its gradient is always the same.
 BIAS_PARTS = 8
 
+# A thread is worth waking for a tenth of a millisecond.
+FLOPS_PER_THREAD = 2_000_000
+
 _P, _I = ctypes.c_void_p, ctypes.c_int64
 
 
@@ -51,6 +54,7 @@ class Job:
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, bounds: Bounds) -> None:
         self.call = _Call()
         self.keep: list[Any] = []
+        self.flops = 2 * q.shape[1] * (q.shape[2] + v.shape[2]) * int(bounds.work.sum())
         call = self.call
         call.sequences, call.heads, call.kv_heads = len(bounds.order), q.shape[1], k.shape[1]
         call.d, call.dv_size, call.parts = q.shape[2], v.shape[2], BIAS_PARTS
@@ -105,10 +109,10 @@ class Job:
         return dbias
 
     def run(self, function: Any) -> None:
-        """Call `function` on all workers until its tasks are done."""
-        address = ctypes.addressof(self.call)
+        """Call `function` on as many workers as are worth waking, until its tasks are done."""
         tasks = self.call.sequences * self.call.kv_heads
-        workers.run([partial(function, address)] * max(1, min(torch.get_num_threads(), workers.MAX_WORKERS, tasks)))
+        threads = max(1, min(torch.get_num_threads(), tasks, self.flops // FLOPS_PER_THREAD))
+        workers.run([partial(function, ctypes.addressof(self.call))] * threads, limit=torch.get_num_threads())
 
 
 def _strides(table: Tensor) -> Any:

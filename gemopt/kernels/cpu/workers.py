@@ -16,9 +16,8 @@ MAX_WORKERS = 8  # more would wait for the interpreter lock
 
 
 @lru_cache(maxsize=4)
-def _pool(pid: int, threads: int) -> ThreadPoolExecutor:
+def _pool(pid: int, threads: int, workers: int) -> ThreadPoolExecutor:
     """Workers for this process (a fork keeps no threads) and thread count."""
-    workers = min(threads, MAX_WORKERS)
 
     def start() -> None:
         torch.get_num_threads()  # lets PyTorch initialise this thread before it is told otherwise
@@ -39,19 +38,20 @@ def _drain(pieces: list[Callable[[], None]], inference: bool) -> None:
             piece()
 
 
-def run(pieces: Sequence[Callable[[], None]]) -> None:
-    """Run all pieces, the first ones first; the first exception is raised after all workers stopped."""
+def run(pieces: Sequence[Callable[[], None]], limit: int = MAX_WORKERS) -> None:
+    """Run all pieces, the first ones first; the first exception is raised after all workers stopped.
+
+    limit: no more workers than this; pieces that do not need the interpreter lock can do with many.
+    """
     threads = torch.get_num_threads()
     if threads == 1 or len(pieces) < 2:
         for piece in pieces:
             piece()
         return
     waiting = list(reversed(pieces))
-    pool = _pool(os.getpid(), threads)
-    futures = [
-        pool.submit(_drain, waiting, torch.is_inference_mode_enabled())
-        for _ in range(min(threads, MAX_WORKERS, len(pieces)))
-    ]
+    workers = min(threads, limit)
+    pool = _pool(os.getpid(), threads, workers)
+    futures = [pool.submit(_drain, waiting, torch.is_inference_mode_enabled()) for _ in range(min(workers, len(pieces)))]
     errors = [future.exception() for future in futures]
     # A worker that sets its thread count also sets the default of threads yet to be born; this undoes that.
     torch.set_num_threads(threads)

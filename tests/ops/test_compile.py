@@ -59,7 +59,7 @@ POSITIONS = torch.arange(8)
         {"activations": "gelu,relu,silu,gelu", "post_scale": 0.3, "bias": torch.randn(3, 1, 5, 5)},
         {"block_size": 2},
     ],
-    ids=str,
+    ids=lambda options: "-".join(options) or "plain",
 )
 def test_opcheck_attention(grad: bool, changes: dict) -> None:
     changes = {n: x.clone().requires_grad_(grad) if n == "bias" else x for n, x in changes.items()}

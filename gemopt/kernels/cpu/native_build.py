@@ -37,9 +37,13 @@ def _processor() -> str:
     return next((line for line in text.splitlines() if line.lower().startswith(("flags", "features"))), platform.machine())
 
 
-def _build(compiler: str) -> Path:
-    native = "-march=native" if platform.machine() in ("x86_64", "AMD64", "i686") else "-mcpu=native"
-    flags = [*FLAGS, native]
+def _native() -> str:
+    return "-march=native" if platform.machine() in ("x86_64", "AMD64", "i686") else "-mcpu=native"
+
+
+def build(compiler: str, machine: str) -> Path:
+    """The library for the instructions that the flag `machine` names. Raises what a failed compiler run raises."""
+    flags = [*FLAGS, machine]
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
     key = "\0".join((SOURCE.read_text(), *flags, compiler, version, _processor()))
     folder = Path(cache_dir()) / "gemopt"
@@ -63,11 +67,16 @@ def load() -> ctypes.CDLL | None:
         log.info("no C++ compiler: attention on the CPU runs on PyTorch's operators")
         return None
     try:
-        library = ctypes.CDLL(str(_build(compiler)))
+        return bind(build(compiler, _native()))
     except (OSError, subprocess.SubprocessError) as error:
         detail = error.stderr if isinstance(error, subprocess.CalledProcessError) else error
         log.warning("attention on the CPU runs on PyTorch's operators, for its own kernel did not build: %s", detail)
         return None
+
+
+def bind(path: Path) -> ctypes.CDLL:
+    """The library with the types of its two functions."""
+    library = ctypes.CDLL(str(path))
     for name in ("gemopt_forward", "gemopt_backward"):
         getattr(library, name).argtypes, getattr(library, name).restype = [ctypes.c_void_p], None
     return library

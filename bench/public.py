@@ -13,10 +13,13 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import logging
+import multiprocessing
 import os
 import sys
 import warnings
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 os.environ.setdefault("TORCH_LOGS", "-all")  # graph breaks of the cases that have some
@@ -24,7 +27,7 @@ import _harness
 import torch
 
 sys.path.insert(0, str(_harness.ROOT))  # before the `tests` that FuxiCTR's wheel installs
-from tests.public import CASES, Outcome, PublicCase, run
+from tests.public import CASES, run
 
 PAGE = _harness.ROOT / "docs" / "public-models.md"
 PACKAGES = ("torch", "transformers", "recbole", "torch-rechub", "fuxictr", "deepctr-torch")
@@ -42,13 +45,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=[], help="parts of case names")
     parser.add_argument("--print", action="store_true", help="print the page instead of writing it")
+    parser.add_argument("--jobs", type=int, default=1, help="cases measured at the same time")
     options = parser.parse_args()
-    warnings.filterwarnings("ignore")
-    logging.disable(logging.WARNING)
     chosen = [c for c in CASES.values() if not options.only or any(part in c.name for part in options.only)]
     missing = sorted({c.missing() for c in chosen if c.missing()})
-    outcomes = [measured(c) for c in chosen if not c.missing()]
-    text = page(outcomes, missing)
+    with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn"), _quiet) as pool:
+        lines = list(pool.map(measured, [c.name for c in chosen if not c.missing()]))
+    text = page(lines, missing)
     if options.print:
         print(text)
     else:
@@ -57,50 +60,68 @@ def main() -> None:
         print(f"wrote {PAGE.relative_to(_harness.ROOT)}")
 
 
-def measured(case: PublicCase) -> Outcome:
+@dataclass(frozen=True)
+class Line:
+    """What one case showed, without the model. ``left`` has one entry for each reason."""
+
+    case: str
+    done: int
+    left: tuple[str, ...]
+    silent: int
+    wrong: str
+    saved: float
+
+
+def _quiet() -> None:
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+
+
+def measured(name: str) -> Line:
     torch._dynamo.reset()
-    outcome = run(case)
-    print(f"{case.name}: {outcome.done} rewritten, {'WRONG' if outcome.wrong else 'equal'}", file=sys.stderr, flush=True)
-    return outcome
+    outcome = run(CASES[name])
+    reasons = [r.reason for r in outcome.refused]
+    left = tuple(f"{reasons.count(text)}: {text}" for text in dict.fromkeys(reasons))
+    case = outcome.case
+    line = Line(name, min(outcome.done, case.sites + case.pools), left, outcome.silent, outcome.wrong, outcome.saved)
+    print(f"{name}: {outcome.done} rewritten, {outcome.wrong or 'equal'}", file=sys.stderr, flush=True)
+    return line
 
 
-def page(outcomes: Sequence[Outcome], missing: Sequence[str]) -> str:
-    lines = [HEAD + summary(outcomes), ""]
-    for package in dict.fromkeys(o.case.package for o in outcomes):
-        mine = [o for o in outcomes if o.case.package == package]
-        lines += [f"## {package} {version(package)}", "", row(COLUMNS), row(["---"] * len(COLUMNS))]
-        lines += [row(cells(o)) for o in mine]
-        notes = [f"- {o.case.model}: {o.case.note}" for o in mine if o.case.note]
-        lines += ["", *notes, *([""] if notes else [])]
-    lines += [f"Not measured: {text}." for text in missing]
-    origin = f"{_harness.versions()}, commit {str(_harness.commit())[:9]}"
-    lines += ["", f"Written by `{_harness.command()}` ({origin.replace('{', '').replace('}', '')})."]
-    return "\n".join(lines).rstrip() + "\n"
+def page(lines: Sequence[Line], missing: Sequence[str]) -> str:
+    text = [HEAD + summary(lines), ""]
+    for package in dict.fromkeys(CASES[x.case].package for x in lines):
+        mine = [x for x in lines if CASES[x.case].package == package]
+        text += [f"## {package} {version(package)}", "", row(COLUMNS), row(["---"] * len(COLUMNS))]
+        text += [row(cells(x)) for x in mine]
+        notes = [f"- {CASES[x.case].model}: {CASES[x.case].note}" for x in mine if CASES[x.case].note]
+        text += ["", *notes, *([""] if notes else [])]
+    text += [f"Not measured: {reason}." for reason in missing]
+    facts = ", ".join(f"{k} {v}" for k, v in _harness.versions().items())
+    text += ["", f"Written by `{_harness.command()}` ({facts}, commit {str(_harness.commit())[:9]})."]
+    return "\n".join(text).rstrip() + "\n"
 
 
-def summary(outcomes: Sequence[Outcome]) -> str:
-    live = [o for o in outcomes if o.case.reads == "some"]
-    sites = sum(o.case.sites + o.case.pools for o in live)
-    done = sum(o.done for o in live)
-    silent = sum(o.silent for o in outcomes)
-    wrong = [o.case.name for o in outcomes if o.wrong]
+def summary(lines: Sequence[Line]) -> str:
+    dead = [x for x in lines if CASES[x.case].reads == "some"]
+    sites = sum(CASES[x.case].sites + CASES[x.case].pools for x in dead)
+    done, silent = sum(x.done for x in dead), sum(x.silent for x in lines)
+    wrong = [x.case for x in lines if x.wrong]
     return (
-        f"{len(outcomes)} cases. Of {sites} attentions and poolings whose padding nobody reads, {done} are rewritten "
-        f"({done / max(1, sites):.0%}). {silent} attentions are neither rewritten nor refused. "
+        f"{len(lines)} cases. Of {sites} attentions and poolings whose padding nobody reads, {done} are rewritten "
+        f"({done / max(1, sites):.0%}). {silent} attentions are in no graph that Dynamo hands over. "
         f"Different from eager: {', '.join(wrong) or 'none'}."
     )
 
 
-def cells(outcome: Outcome) -> list[str]:
-    case = outcome.case
+def cells(line: Line) -> list[str]:
+    case = CASES[line.case]
     kinds = [f"{case.sites}"] if case.sites else []
     kinds += [f"{case.pools} pooling"] if case.pools else []
-    reasons = dict.fromkeys(r.reason for r in outcome.refused)
-    left = [f"{sum(r.reason == text for r in outcome.refused)}: {text}" for text in reasons]
-    left += [f"{outcome.silent}: not in any graph"] if outcome.silent else []
-    saved = f"{outcome.saved:.0%}" if outcome.saved >= 0.005 else "-"
-    done = min(outcome.done, case.sites + case.pools)
-    return [case.model, ", ".join(kinds), str(done), "; ".join(left) or "-", "NO" if outcome.wrong else "yes", saved]
+    left = [*line.left, *([f"{line.silent}: not in any graph"] if line.silent else [])]
+    saved = f"{line.saved:.0%}" if line.saved >= 0.005 else "-"
+    return [case.model, ", ".join(kinds), str(line.done), "; ".join(left) or "-", "NO" if line.wrong else "yes", saved]
 
 
 def row(cells: Sequence[str]) -> str:

@@ -92,7 +92,7 @@ def _transact() -> Built:
     )  # fmt: skip
 
 
-@register("fuxictr", "MultiHeadTargetAttention", 1, name="fuxictr-target")
+@register("fuxictr", "MultiHeadTargetAttention", 1, name="fuxictr-target", quick=True)
 def _target_attention() -> Built:
     from fuxictr.pytorch.layers import MLP_Block, MultiHeadTargetAttention
 

@@ -56,7 +56,7 @@ def _sasrec(loss: str, train: bool = True) -> Built:
     return Built(step, inputs, train)
 
 
-register("recbole", "SASRec, CE", 2, name="recbole-sasrec-ce")(lambda: _sasrec("CE"))
+register("recbole", "SASRec, CE", 2, name="recbole-sasrec-ce", quick=True)(lambda: _sasrec("CE"))
 register("recbole", "SASRec, BPR", 2, name="recbole-sasrec-bpr")(lambda: _sasrec("BPR"))
 register("recbole", "SASRec, full_sort_predict", 2, name="recbole-sasrec-eval", grad=False)(lambda: _sasrec("CE", False))
 
@@ -123,7 +123,7 @@ def _hstu(times: bool) -> Built:
     return Built(step, inputs)
 
 
-register("torch_rechub", "HSTUModel", 2, name="rechub-hstu")(lambda: _hstu(False))
+register("torch_rechub", "HSTUModel", 2, name="rechub-hstu", quick=True)(lambda: _hstu(False))
 register("torch_rechub", "HSTUModel with times", 2, name="rechub-hstu-times")(lambda: _hstu(True))
 
 
@@ -183,4 +183,6 @@ def _rechub_ranking(kind: str) -> Built:
 
 
 register("torch_rechub", "BST", 2, name="rechub-bst")(lambda: _rechub_ranking("bst"))
-register("torch_rechub", "DIN (pads unmasked)", 0, pools=1, name="rechub-din", reads="all")(lambda: _rechub_ranking("din"))
+register("torch_rechub", "DIN", 0, pools=1, name="rechub-din", reads="all", note="the model masks nothing: padding counts")(
+    lambda: _rechub_ranking("din")
+)

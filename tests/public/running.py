@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 import gemopt
-from gemopt.report import Rejection, Report, Rewrite
+from gemopt.report import GraphReport, Rejection, Report, Rewrite
 from gemopt.testing import EquivalenceError, EquivalenceResult, assert_equivalent
 
 from .registry import BATCH, MAX_LEN, PublicCase
@@ -91,11 +91,13 @@ def read(outcome: Outcome) -> None:
     outcome.saved = 1 - after / before if before else 0.0
 
 
-def _first_of_each(report: Report) -> list:
+def _first_of_each(report: Report) -> list[GraphReport]:
     """The graphs without recompilations: those that speak of sites (by node and line) that no earlier one spoke of."""
-    kept, seen = [], set()
+    kept: list[GraphReport] = []
+    seen: set[tuple[str, str]] = set()
     for graph in report:
-        sites = {(r.site, r.source) for r in (*graph.rewrites, *graph.rejections) if r.source}
+        records: list[Rewrite | Rejection] = [*graph.rewrites, *graph.rejections]
+        sites = {(r.site, r.source) for r in records if r.source}
         if not sites or not sites <= seen:
             kept.append(graph)
         seen |= sites

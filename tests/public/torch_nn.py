@@ -53,7 +53,7 @@ def _encoder(kind: str, **options: Any) -> Built:
 
 
 register("torch", "TransformerEncoder, token loss", 2, name="nn-encoder")(lambda: _encoder("tokens"))
-register("torch", "TransformerEncoder, causal", 2, name="nn-encoder-causal")(lambda: _encoder("causal"))
+register("torch", "TransformerEncoder, causal", 2, name="nn-encoder-causal", quick=True)(lambda: _encoder("causal"))
 register("torch", "TransformerEncoder, norm first, sequence first", 2, name="nn-encoder-prenorm")(
     lambda: _encoder("tokens", norm_first=True, batch_first=False)
 )
@@ -86,10 +86,13 @@ def _transformer(causal_hint: bool | None) -> Built:
 register("torch", "Transformer", 6, name="nn-transformer")(lambda: _transformer(True))
 # Without the hint nn.Transformer reads the mask back to find out: Dynamo breaks the graph there, and runs torch.nn's own
 # frames eagerly.
-register("torch", "Transformer, tgt_is_causal left out", 6, name="nn-transformer-break")(lambda: _transformer(None))
+register(
+    "torch", "Transformer, tgt_is_causal left out", 6, name="nn-transformer-break", reads="all",
+    note="Dynamo breaks the graph where torch.nn reads the mask back; its own frames then run eagerly, under any backend",
+)(lambda: _transformer(None))  # fmt: skip
 
 
-@register("torch", "MultiheadAttention, weights returned", 1, name="nn-mha-weights", reads="all")
+@register("torch", "MultiheadAttention, weights returned", 1, name="nn-mha-weights", quick=True, reads="all")
 def _weights() -> Built:
     torch.manual_seed(0)
     table, model = nn.Embedding(VOCAB, DIM, padding_idx=0), nn.MultiheadAttention(DIM, HEADS, batch_first=True)

@@ -114,6 +114,10 @@ class Layout:
         rows, keys = self._query_rows(site, need), self._key_side(site, visible)
         if rows is not None and keys is not None and self._query_side(site, rows).axes[:-1] != keys.axes[:-1]:
             keys = None
+        # Self attention all of whose rows are observed: the padding cannot go, and packing the keys alone gains little.
+        observed = rows is None and need == t.TRUE and site.query is not None
+        if observed and site.sizes[site.query] == site.sizes[site.key]:  # type: ignore[index]
+            keys = None
         if rows is None and keys is None:
             self.refused[site.out] = self._why_whole(site, need, visible)
             return
@@ -159,8 +163,8 @@ class Layout:
         return Side(self.sets.full(sizes), (*sequences, token))
 
     def _why_whole(self, site: Site, need: Term, visible: Term) -> str:
-        if visible == t.TRUE and (need == t.TRUE or site.query is None):
-            return "every row of the queries and keys is live"
+        if need == t.TRUE:
+            return f"every row of the queries{' and keys' if visible == t.TRUE else ''} is live"
         return f"the live rows are not a set of (sequence, position) pairs: {t.render(need)}, keys {t.render(visible)}"
 
     def attended(self, out: fx.Node) -> bool:

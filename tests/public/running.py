@@ -12,6 +12,7 @@ import gemopt
 from gemopt.report import GraphReport, Rejection, Report, Rewrite
 from gemopt.testing import EquivalenceError, EquivalenceResult, assert_equivalent
 
+from .pooled import beyond_bound, is_near
 from .registry import BATCH, MAX_LEN, PublicCase
 
 #: Rules of the report that speak of one attention.
@@ -61,20 +62,24 @@ class Outcome:
 def run(case: PublicCase, inner: str = "aot_eager") -> Outcome:
     """Compile the step of ``case``, compare over its lengths, and read the compiled step's report.
 
-    A difference is returned as ``wrong``, not raised; an internal error of a pass is one too (the recipe is strict).
+    A difference is returned as ``wrong``, not raised; an internal error of a pass is one too (the recipe is strict). Errors
+    near their bound are judged over several batches.
     """
     built = case.make()
     recipe = gemopt.Recipe(min_saving=0.0, strict=True)
     compiled = gemopt.compile(built.step, recipe=recipe, inner=inner)
     outcome = Outcome(case, compiled.report)
-    try:
-        with grad_mode(case.grad):
+    with grad_mode(case.grad):
+        try:
             outcome.result = assert_equivalent(
                 built.step, built.inputs, compiled=compiled, cases=case.lengths, batch_size=BATCH, max_len=MAX_LEN,
                 train=built.train,
             )  # fmt: skip
-    except EquivalenceError as error:
-        outcome.result, outcome.wrong = error.result, str(error)
+        except EquivalenceError as error:
+            outcome.result, outcome.wrong = error.result, str(error)
+            if outcome.result.compared and is_near(outcome.result.cases):
+                over = beyond_bound(built, compiled, case.lengths)
+                outcome.wrong = f"{outcome.wrong}\nover several batches: {over}" if over else ""
     read(outcome)
     return outcome
 

@@ -57,20 +57,26 @@ inline i64 round_up(i64 n, i64 to) { return (n + to - 1) / to * to; }
 // C [MR, NV * W] (+)= A B over `depth`; A by strides, B and C by rows.
 template <int MR, int NV>
 inline void tile(i64 depth, const float* a, i64 a_row, i64 a_col, const float* b, i64 ldb, float* c, i64 ldc, bool add) {
-    vec sum[MR][NV] = {};
+    vec sum[MR][NV];  // in registers, hence every loop over it is unrolled
+#pragma GCC unroll 16
+    for (int m = 0; m < MR; m++)
+#pragma GCC unroll 16
+        for (int n = 0; n < NV; n++) sum[m][n] = add ? load(c + m * ldc + n * W) : vec{};
     for (i64 k = 0; k < depth; k++) {
         vec row[NV];
+#pragma GCC unroll 16
         for (int n = 0; n < NV; n++) row[n] = load(b + k * ldb + n * W);
+#pragma GCC unroll 16
         for (int m = 0; m < MR; m++) {
             const float x = a[m * a_row + k * a_col];
+#pragma GCC unroll 16
             for (int n = 0; n < NV; n++) sum[m][n] += x * row[n];
         }
     }
+#pragma GCC unroll 16
     for (int m = 0; m < MR; m++)
-        for (int n = 0; n < NV; n++) {
-            vec* to = (vec*)(c + m * ldc + n * W);
-            *to = add ? *to + sum[m][n] : sum[m][n];
-        }
+#pragma GCC unroll 16
+        for (int n = 0; n < NV; n++) *(vec*)(c + m * ldc + n * W) = sum[m][n];
 }
 
 template <int NV>

@@ -1,0 +1,68 @@
+"""Named sizes of the zoo's models.
+
+``base`` and ``large`` have the widths of public kernel benchmarks: 384 = 3 heads × 128 and 512 = 4 × 128, generated
+feed-forward layers of 128 and 256, 256 seeds pooled to 32 tokens by 8 Kronecker products. ``small`` trains on two CPU cores,
+``tiny`` is for tests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from .gem import GEMConfig
+from .kunlun import KunlunConfig
+from .parts.kunlun import EventConfig
+
+NAMES = ("tiny", "small", "base", "large")
+
+EVENTS = {
+    "tiny": EventConfig(d=16, n_heads=2, window=3, block=4, n_seeds=6, n_tokens=3, kron_rank=2, dff=8),
+    "small": EventConfig(d=64, n_heads=2, n_layers=3, window=32, n_seeds=16, n_tokens=4, kron_rank=4, dff=64),
+    "base": EventConfig(
+        d=384, n_heads=3, n_layers=6, window=100, n_seeds=256, n_tokens=32, kron_rank=8, dff=128
+    ),
+    "large": EventConfig(
+        d=512, n_heads=4, n_layers=8, window=100, n_seeds=256, n_tokens=32, kron_rank=8, dff=256
+    ),
+}  # fmt: skip
+
+# The narrower stack of very long histories: two heads of 128, half the tokens, half the window (Kunlun's example has
+# impressions at half the width, tokens and window of clicks).
+LONG_EVENTS = {
+    "base": replace(EVENTS["base"], d=256, n_heads=2, n_layers=4, n_seeds=128, n_tokens=16, window=50),
+    "large": replace(EVENTS["large"], d=256, n_heads=2, n_layers=6, n_seeds=128, n_tokens=16, window=50),
+}
+LONG_FROM = 2049  # up to 2,048 events a history has the full stack
+
+
+def _block(event: EventConfig) -> EventConfig:
+    return replace(event, attention="block")
+
+
+KUNLUN = {
+    "tiny": KunlunConfig(
+        d=16, n_layers=2, n_sum=4, rank=4, hidden=(16,), trunk=(16,), tower=8, event=EVENTS["tiny"]
+    ),
+    "small": KunlunConfig(
+        d=64, n_layers=3, n_sum=8, rank=8, hidden=(128,), trunk=(128,), tower=32, event=EVENTS["small"]
+    ),
+    "base": KunlunConfig(
+        d=384, n_heads=3, n_layers=6, n_sum=32, rank=8, hidden=(1024, 512), trunk=(1024, 512), tower=128,
+        event=EVENTS["base"], long_event=LONG_EVENTS["base"], long_from=LONG_FROM,
+    ),
+    "large": KunlunConfig(
+        d=512, n_heads=4, n_layers=8, n_sum=32, n_experts=4, rank=16, hidden=(2048, 512), trunk=(1024, 512), tower=128,
+        event=EVENTS["large"], long_event=LONG_EVENTS["large"], long_from=LONG_FROM,
+    ),
+}  # fmt: skip
+
+GEM = {
+    name: GEMConfig(
+        **{
+            **{f: getattr(config, f) for f in config.__dataclass_fields__},
+            "event": _block(config.event),
+            "long_event": _block(config.long_event) if config.long_event is not None else None,
+        }
+    )
+    for name, config in KUNLUN.items()
+}

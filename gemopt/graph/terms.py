@@ -232,6 +232,11 @@ def _compare(op: str, t: Term) -> Term:
     value = constant_value(t)
     if value is not None:
         return const({"le0": value <= 0, "eq0": value == 0, "ne0": value != 0}[op])
+    if op == "le0" and all(x.op == "slot" for x in parts):  # positions are never negative
+        if c <= 0 and all(k < 0 for k in parts.values()):
+            return TRUE
+        if c > 0 and all(k > 0 for k in parts.values()):
+            return FALSE
     return Term(op, (t,))
 
 

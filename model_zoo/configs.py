@@ -9,9 +9,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from .bst import BSTConfig
 from .gem import GEMConfig
+from .hstu import HSTUConfig
+from .interformer import InterFormerConfig
 from .kunlun import KunlunConfig
 from .parts.kunlun import EventConfig
+from .sasrec_ranker import SASRecRankerConfig
+from .wukong import WukongConfig
 
 NAMES = ("tiny", "small", "base", "large")
 
@@ -65,4 +70,42 @@ GEM = {
         }
     )
     for name, config in KUNLUN.items()
+}
+
+# The others, at the widths of the same ladder. Published sizes: InterFormer 3 layers of 4 CLS, 2 PMA and 2 recent tokens;
+# Wukong rank 8 and MLPs of 1024, 512 (TorchEasyRec's example); HSTU 5 layers of 4 heads of 128 (DLRM-v3); BST 1 layer.
+_TINY = {"d": 16, "trunk": (16,), "tower": 8}
+_SMALL = {"d": 64, "trunk": (128,), "tower": 32}
+_BASE = {"d": 384, "trunk": (1024, 512), "tower": 128}
+_LARGE = {"d": 512, "trunk": (1024, 512), "tower": 128}
+
+INTERFORMER = {
+    "tiny": InterFormerConfig(**_TINY, n_layers=2, n_sum=2, rank=4, hidden=(16,)),
+    "small": InterFormerConfig(**_SMALL, n_layers=3, hidden=(128,)),
+    "base": InterFormerConfig(**_BASE, n_heads=3, n_layers=3, hidden=(1024, 512)),
+    "large": InterFormerConfig(**_LARGE, n_heads=4, n_layers=4, hidden=(2048, 512)),
+}
+WUKONG = {
+    "tiny": WukongConfig(**_TINY, n_layers=2, rank=4, hidden=(16,)),
+    "small": WukongConfig(**_SMALL, n_layers=3, hidden=(128,)),
+    "base": WukongConfig(**_BASE, n_layers=6, hidden=(1024, 512)),
+    "large": WukongConfig(**_LARGE, n_layers=8, rank=16, hidden=(2048, 1024)),
+}
+HSTU = {
+    "tiny": HSTUConfig(**_TINY, n_layers=2),
+    "small": HSTUConfig(**_SMALL, n_layers=3),
+    "base": HSTUConfig(**_BASE, n_heads=3, n_layers=5),
+    "large": HSTUConfig(**_LARGE, n_heads=4, n_layers=8),
+}
+BST = {
+    "tiny": BSTConfig(**_TINY, d_ffn=32),
+    "small": BSTConfig(**_SMALL, n_layers=1, d_ffn=256),
+    "base": BSTConfig(**_BASE, n_heads=3, n_layers=2, d_ffn=1536),
+    "large": BSTConfig(**_LARGE, n_heads=4, n_layers=3, d_ffn=2048),
+}
+SASREC = {
+    "tiny": SASRecRankerConfig(d=16, d_inner=32),
+    "small": SASRecRankerConfig(d=64, n_layers=2, d_inner=256),
+    "base": SASRecRankerConfig(d=384, n_heads=3, n_layers=4, d_inner=1536),
+    "large": SASRecRankerConfig(d=512, n_heads=4, n_layers=6, d_inner=2048),
 }

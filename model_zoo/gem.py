@@ -64,10 +64,7 @@ class GEM(nn.Module):
         self.config = config
         self.backbone = Backbone(schema, config)
         self.readouts = nn.ModuleDict(
-            {
-                name: Readout(event, config.d, config.n_pma, config.n_recent)
-                for name, event in self.backbone.events.items()
-            }
+            {name: Readout(event, config.d, config.n_pma, config.n_recent) for name, event in self.backbone.events.items()}
         )
         self.summary = FeatureSummary(self.backbone.inputs.n_tokens, config.n_sum, config.d)
         n_tokens = config.n_sum + sum(readout.n_tokens for readout in self.readouts.values())  # type: ignore[misc]

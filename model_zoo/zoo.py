@@ -9,12 +9,33 @@ from typing import Any
 from torch import nn
 
 from . import configs
+from .bst import BST
 from .data.schema import Schema
 from .gem import GEM
+from .hstu import HSTU
+from .interformer import InterFormer
 from .kunlun import Kunlun
+from .sasrec_ranker import SASRecRanker
+from .wukong import Wukong
 
-MODELS: dict[str, Callable[[Schema, Any], nn.Module]] = {"gem": GEM, "kunlun": Kunlun}
-CONFIGS: dict[str, dict[str, Any]] = {"gem": configs.GEM, "kunlun": configs.KUNLUN}
+MODELS: dict[str, Callable[[Schema, Any], nn.Module]] = {
+    "gem": GEM,
+    "kunlun": Kunlun,
+    "interformer": InterFormer,
+    "wukong": Wukong,
+    "hstu": HSTU,
+    "bst": BST,
+    "sasrec": SASRecRanker,
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "gem": configs.GEM,
+    "kunlun": configs.KUNLUN,
+    "interformer": configs.INTERFORMER,
+    "wukong": configs.WUKONG,
+    "hstu": configs.HSTU,
+    "bst": configs.BST,
+    "sasrec": configs.SASREC,
+}
 
 
 def build(name: str, schema: Schema, config_name: str = "small", **overrides: Any) -> nn.Module:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..data.schema import Schema
 from .dense_tokens import DenseTokens
-from .embeddings import EmbeddingTables, real
+from .embeddings import Embedded, EmbeddingTables, real
 from .masknet import MaskNet
 
 
@@ -27,7 +27,8 @@ class History(NamedTuple):
 
 
 class Inputs(nn.Module):
-    """``forward(batch)`` gives the feature tokens [B, n_tokens, d] and the histories, by name.
+    """``forward(batch)`` gives the feature tokens [B, n_tokens, d] and the histories, by name. A model that needs the
+    embeddings themselves calls ``tables(batch)`` and passes the result on.
 
     Args:
         d: width of the tokens. d_events: width of each history, d where it is not named.
@@ -58,8 +59,8 @@ class Inputs(nn.Module):
         if self.n_tokens == 0:
             raise ValueError("schema: got no dense and no sparse feature; allowed: at least one")
 
-    def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, History]]:
-        embedded = self.tables(batch)
+    def forward(self, batch: dict[str, Tensor], embedded: Embedded | None = None) -> tuple[Tensor, dict[str, History]]:
+        embedded = self.tables(batch) if embedded is None else embedded
         tokens = [self.dense(batch["dense"])] if self.dense is not None else []
         if embedded.features:
             tokens.append(self.project(torch.stack([embedded.features[name] for name in self.schema.sparse], dim=1)))

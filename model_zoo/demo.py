@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from . import tasks
 from .data.batches import Batch, BatchIterator, SampleSet
 from .metrics import Metrics
-from .trainer import evaluate_model
+from .tasks import evaluate_model
 
 MODEL = "gem_small"
 NAMES = {"compile": "torch.compile, padded", "gemopt": "gemopt, packed"}

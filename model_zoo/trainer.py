@@ -1,7 +1,7 @@
 """The training loop: schedule, evaluation, checkpoints. A resumed run goes on exactly where it stopped.
 
-All that decides the next step is in the checkpoint: parameters, optimizer, schedule, the iterator's place
-and the random state. On a CPU, n steps, a stop and m more steps give the same bits as n + m steps.
+All that decides the next step is in the checkpoint: parameters, optimizers, schedule, the iterator's place and the random
+state. On a CPU, n steps, a stop and m more steps give the same bits as n + m steps.
 """
 
 from __future__ import annotations
@@ -17,80 +17,61 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from . import tasks
-from .data.batches import BatchIterator, SampleSet
-from .metrics import Metrics, evaluate
+from .data.batches import Batch
+from .evaluation import Evaluation
+from .optim import Optimizers
+from .speed import Speed
 
 # A resumed run may differ from the saved one in these: they do not touch the trajectory.
-FREE_ON_RESUME = ("mode", "out", "eval_every", "save_every", "log_every")
+FREE_ON_RESUME = ("mode", "out", "eval_every", "save_every", "log_every", "mfu", "tensorboard", "eval_samples")
+PRECISIONS = ("fp32", "bf16")
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """``steps`` overrules ``epochs``. Lengths in events, times in steps."""
+    """``steps`` overrules ``epochs``. Lengths in events, times in steps; None leaves a choice to the model or the data."""
 
     model: str = "gem_small"
+    config: str | None = None
     data: str = "movielens"
+    samples: int | None = None
     mode: str = "eager"
-    max_len: int = 200
+    precision: str = "fp32"
+    max_len: int | None = None
     batch_size: int = 128
     steps: int | None = None
     epochs: float = 1.0
     lr: float = 1e-3
+    table_lr: float = 0.05
     weight_decay: float = 0.01
     warmup: int = 50
     clip: float = 1.0
-    dropout: float = 0.1
+    dropout: float | None = None
     pooling: str = "mean"
     seed: int = 0
     device: str = "cpu"
     out: str = "runs/train"
     eval_every: int = 200
+    eval_samples: int | None = None
     save_every: int = 200
     log_every: int = 10
+    mfu: bool = False
+    tensorboard: bool = False
 
     def __post_init__(self) -> None:
-        tasks.check_name("model", self.model, tasks.MODELS)
-        tasks.check_name("data", self.data, tasks.DATA)
+        tasks.check_name("model", self.model, tasks.all_models())
         tasks.check_name("mode", self.mode, tasks.MODES)
-        for name in ("batch_size", "max_len", "eval_every", "save_every", "log_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.steps is not None and self.steps < 1:
-            raise ValueError(f"steps must be at least 1, got {self.steps}")
-        if self.epochs <= 0:
-            raise ValueError(f"epochs must be positive, got {self.epochs}")
-
-
-def learning_rate_factor(step: int, warmup: int, total: int) -> float:
-    """Linear warm-up over ``warmup`` steps, then a half cosine down to a tenth at ``total``."""
-    if step < warmup:
-        return (step + 1) / warmup
-    done = min((step - warmup) / max(total - warmup, 1), 1.0)
-    return 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * done))
-
-
-@torch.no_grad()
-def evaluate_model(
-    name: str, module: nn.Module, samples: SampleSet, device: str = "cpu", limit: int | None = None
-) -> Metrics:
-    """Metrics of the model on samples (the first ``limit``), by the plain module in eager mode.
-
-    Eager, so that the numbers of all modes come from the same arithmetic and no second graph is compiled.
-    Batches are sorted by length and padded to their own maximum, which is fast and changes no result.
-    """
-    module.eval()
-    order = samples.total_length()[:limit].argsort(kind="stable")
-    logits, labels = [], []
-    for start in range(0, len(order), 256):
-        batch = samples.collate(order[start : start + 256], "batch")
-        batch = {k: v.to(device) for k, v in batch.items()}
-        logits.append(tasks.click_logits(name, module, batch).float().cpu())
-        labels.append(batch["label"].cpu())
-    return evaluate(torch.cat(logits).numpy(), torch.cat(labels).numpy())
+        tasks.check_name("precision", self.precision, PRECISIONS)
+        for name in ("batch_size", "max_len", "steps", "samples", "eval_every", "eval_samples", "save_every", "log_every"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        for name in ("epochs", "clip"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
 
 
 class Trainer:
@@ -98,42 +79,42 @@ class Trainer:
 
     def __init__(self, config: TrainConfig) -> None:
         self.config = config
-        self.samples, vocabulary = tasks.load_samples(config.data, config.model, config.max_len)
         torch.manual_seed(config.seed)
-        self.model: nn.Module = tasks.build_model(
-            config.model, vocabulary, config.max_len, config.dropout, config.pooling
-        ).to(config.device)
+        self.work = tasks.make_workload(
+            config.model, config.data, config.config, config.max_len, config.samples, config.seed,
+            config.dropout, config.pooling,
+        )  # fmt: skip
+        self.model: nn.Module = self.work.module.to(config.device)
         self.compiled = tasks.compiled(self.model, config.mode)
-        # The last, smaller batch of an epoch is dropped: every step then has the same number of samples.
-        self.batches = BatchIterator(self.samples["train"], config.batch_size, seed=config.seed, drop_last=True)
-        self.total_steps = config.steps or max(1, round(config.epochs * len(self.batches)))
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=config.lr, weight_decay=config.weight_decay, fused=True
-        )
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(
-            self.optimizer, lambda step: learning_rate_factor(step, config.warmup, self.total_steps)
-        )
+        self.batches = self.work.source.train(config.batch_size, config.seed)
+        per_epoch = self.work.source.steps_per_epoch(config.batch_size)
+        self.total_steps = config.steps or max(1, round(config.epochs * per_epoch))
+        self.optimizers = Optimizers(
+            self.model, lr=config.lr, table_lr=config.table_lr, weight_decay=config.weight_decay, clip=config.clip,
+            warmup=config.warmup, total=self.total_steps,
+        )  # fmt: skip
+        self.speed = Speed(self.work, config.device, config.precision) if config.mfu else None
         self.step = 0
         self.history: list[dict[str, float]] = []
         self.stop_requested = False
 
     # -- one step ----------------------------------------------------------------------------------
-    def train_step(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    def train_step(self, batch: Batch) -> torch.Tensor:
         """Forward, backward and update; the loss, detached and still on the device."""
         self.model.train()
-        self.optimizer.zero_grad(set_to_none=True)
-        logits = tasks.click_logits(self.config.model, self.compiled, batch)
-        loss = F.binary_cross_entropy_with_logits(logits, batch["label"])
+        self.optimizers.zero_grad()
+        kind = torch.device(self.config.device).type
+        with torch.autocast(kind, torch.bfloat16, enabled=self.config.precision == "bf16"):
+            logits = self.work.logits(self.compiled, batch)
+        loss = self.work.loss(logits, batch)
         loss.backward()
-        nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
-        self.optimizer.step()
-        self.schedule.step()
+        self.optimizers.step()
         self.step += 1
         return loss.detach()
 
-    def evaluate(self, split: str = "valid", limit: int | None = None) -> Metrics:
+    def evaluate(self, split: str = "valid", limit: int | None = None) -> Evaluation:
         """Metrics on a split (its first ``limit`` samples)."""
-        return evaluate_model(self.config.model, self.model, self.samples[split], self.config.device, limit)
+        return self.work.evaluate(split, self.config.device, limit)
 
     # -- the loop ----------------------------------------------------------------------------------
     def run(self, on_step: Callable[[dict[str, float]], None] = lambda record: None) -> None:
@@ -146,26 +127,29 @@ class Trainer:
         stream = self.batches.endless()
         while self.step < self.total_steps and not self.stop_requested:
             batch = next(stream)
-            padding.append(tasks.padding_share(config.model, batch))
-            losses.append(self.train_step({k: v.to(config.device) for k, v in batch.items()}))
+            padding.append(self.work.padding_share(batch))
+            batch = {k: v.to(config.device, non_blocking=True) for k, v in batch.items()}
+            losses.append(self.train_step(batch))
             last = self.step == self.total_steps
             due = self.step % config.eval_every == 0 or last
             if due or self.step % config.log_every == 0:
                 loss = float(torch.stack(losses).mean())  # one device read for several steps
                 if not math.isfinite(loss):
                     raise FloatingPointError(f"loss is {loss} within the {len(losses)} steps up to {self.step}")
-                seconds = time.perf_counter() - began
+                seconds = (time.perf_counter() - began) / len(losses)
                 record: dict[str, float] = {
                     "step": self.step,
                     "epoch": self.batches.epoch,
                     "loss": loss,
-                    "lr": float(self.schedule.get_last_lr()[0]),
-                    "samples_per_s": len(losses) * config.batch_size / seconds,
+                    "lr": self.optimizers.lr,
+                    "samples_per_s": config.batch_size / seconds,
                     "padding": sum(padding) / len(padding),
                 }
+                if self.speed is not None:
+                    record |= self.speed.of_step(batch, seconds)
                 if due:
-                    metrics = self.evaluate("valid")
-                    record |= {f"valid_{k}": v for k, v in asdict(metrics).items() if k != "samples"}
+                    scores = self.evaluate("valid", config.eval_samples).scalars()
+                    record |= {f"valid_{k}": v for k, v in scores.items()}
                 self.history.append(record)
                 on_step(record)
                 losses, padding, began = [], [], time.perf_counter()
@@ -187,8 +171,7 @@ class Trainer:
             "total_steps": self.total_steps,
             "step": self.step,
             "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "schedule": self.schedule.state_dict(),
+            "optimizers": self.optimizers.state_dict(),
             "batches": self.batches.state_dict(),
             "random": torch.get_rng_state(),
             "random_cuda": torch.cuda.get_rng_state(self.config.device) if cuda else None,
@@ -209,8 +192,7 @@ class Trainer:
             if name not in FREE_ON_RESUME and saved != mine:
                 raise ValueError(f"{name}: the saved run has {saved!r}, this one {mine!r}")
         self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.schedule.load_state_dict(state["schedule"])
+        self.optimizers.load_state_dict(state["optimizers"])
         self.batches.load_state_dict(state["batches"])
         self.step, self.history = state["step"], state["history"]
         torch.set_rng_state(state["random"])
@@ -230,8 +212,8 @@ class Trainer:
             "config": asdict(self.config),
             "step": self.step,
             "total_steps": self.total_steps,
-            "valid": asdict(self.evaluate("valid")),
-            "test": asdict(self.evaluate("test")),
+            "valid": self.evaluate("valid").to_dict(),
+            "test": self.evaluate("test").to_dict(),
             **(extra or {}),
         }
         (Path(self.config.out) / "metrics.json").write_text(json.dumps(summary, indent=2) + "\n")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -17,6 +17,16 @@ from torch import Tensor
 Ints = NDArray[np.int64]
 Batch = dict[str, Tensor]
 Order = Literal["file", "shuffled", "by_length"]
+
+
+class Samples(Protocol):
+    """A numbered set of samples: what `BatchIterator` needs."""
+
+    def __len__(self) -> int: ...
+
+    def collate(self, index: Any, pad_to: int | Literal["max", "batch"] = "max") -> Batch: ...
+
+    def total_length(self) -> Ints: ...
 
 
 @dataclass(frozen=True)
@@ -100,44 +110,60 @@ def time_gap_bucket(seconds: Ints, n_gaps: int) -> Ints:
 
 
 class BatchIterator:
-    """Batches of a ``SampleSet``, epoch after epoch, in an order fixed by ``seed``.
+    """Batches of a set of samples, epoch after epoch, in an order fixed by ``seed``.
 
     ``order``: ``"file"``; ``"shuffled"`` anew each epoch; ``"by_length"``: samples sorted by total length and
     cut into batches, the batches shuffled (what one does to save padding without a compiler).
     ``state_dict`` and ``load_state_dict`` continue exactly at the next batch. Iterating gives the rest of the
     current epoch and then stops, so that ``for batch in it`` is one epoch.
+
+    Process ``rank`` of ``world_size`` takes every ``world_size``-th batch of the same plan; what is left over at the end
+    of an epoch is dropped, so that all take the same number of steps. All agree on ``state_dict``.
     """
 
     def __init__(
         self,
-        samples: SampleSet,
+        samples: Samples,
         batch_size: int,
         *,
         order: Order = "shuffled",
         seed: int = 0,
         pad_to: int | Literal["max", "batch"] = "max",
         drop_last: bool = False,
+        rank: int = 0,
+        world_size: int = 1,
     ) -> None:
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         if order not in ("file", "shuffled", "by_length"):
             raise ValueError(f"order must be 'file', 'shuffled' or 'by_length', got {order!r}")
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank must be in [0, world_size), got {rank} of {world_size}")
         if len(samples) == 0 or (drop_last and len(samples) < batch_size):
             raise ValueError(f"samples holds {len(samples)} samples, too few for a batch of {batch_size}")
         self.samples, self.batch_size, self.order, self.seed = samples, batch_size, order, seed
         self.pad_to, self.drop_last = pad_to, drop_last
+        self.rank, self.world_size = rank, world_size
+        if len(self) == 0:
+            raise ValueError(
+                f"samples holds {len(samples)} samples, too few for a batch of {batch_size} on each of {world_size}"
+            )
         self.epoch = 0
         self.position = 0  # batches of this epoch already given
         self._plan: tuple[int, list[Ints]] | None = None
 
     def __len__(self) -> int:
-        """Batches per epoch."""
+        """Batches per epoch and process."""
+        return self._planned() // self.world_size
+
+    def _planned(self) -> int:
+        """Batches per epoch over all processes."""
         full, rest = divmod(len(self.samples), self.batch_size)
         return full + (rest > 0 and not self.drop_last)
 
     def __iter__(self) -> Iterator[Batch]:
         while self.position < len(self):
-            index = self._batches()[self.position]
+            index = self._batches()[self.position * self.world_size + self.rank]
             self.position += 1
             yield self.samples.collate(index, self.pad_to)
         self.epoch, self.position = self.epoch + 1, 0
@@ -160,7 +186,7 @@ class BatchIterator:
             index = generator.permutation(n)
         if self.order == "by_length":
             index = index[np.argsort(self.samples.total_length()[index], kind="stable")]
-        batches = [index[i : i + self.batch_size] for i in range(0, n, self.batch_size)][: len(self)]
+        batches = [index[i : i + self.batch_size] for i in range(0, n, self.batch_size)][: self._planned()]
         if self.order == "by_length":
             batches = [batches[i] for i in generator.permutation(len(batches))]
         return batches
@@ -182,4 +208,5 @@ class BatchIterator:
             "order": self.order,
             "seed": self.seed,
             "drop_last": self.drop_last,
+            "world_size": self.world_size,
         }

@@ -68,22 +68,16 @@ class MovieLens:
         An event of the validation or test period may use everything before it, as in serving. An event with
         fewer than ``min_history`` earlier events of its user is no sample.
         """
-        if split not in SPLITS:
-            raise ValueError(f"split must be one of {SPLITS}, got {split!r}")
         unknown = [h for h in histories if h not in HISTORIES]
         if unknown or not histories:
             raise ValueError(f"histories must be a non-empty subset of {HISTORIES}, got {histories}")
         if max_len < 1:
             raise ValueError(f"max_len must be at least 1, got {max_len}")
 
-        start, cut = _history_bounds(self.event_user, self.event_time)
-        valid_from, test_from = self.time_edges()
-        period = (self.event_time >= valid_from).astype(np.int64) + (self.event_time >= test_from)
-        chosen = np.flatnonzero((period == SPLITS.index(split)) & (cut - start >= min_history))
-
+        chosen, start, cut = self.candidates(split, min_history)
         user, item = self.event_user[chosen], self.event_item[chosen]
         return SampleSet(
-            histories={h: self._history(h, start[chosen], cut[chosen], max_len) for h in histories},
+            histories={h: self._history(h, start, cut, max_len) for h in histories},
             features={
                 "user_id": user,
                 "user_age": self.user_age[user],
@@ -99,12 +93,25 @@ class MovieLens:
             n_gaps=N_GAPS,
         )
 
+    def candidates(self, split: str, min_history: int = 5) -> tuple[Ints, Ints, Ints]:
+        """The events that are samples of a period, and for each the range of events that its user had before."""
+        if split not in SPLITS:
+            raise ValueError(f"split must be one of {SPLITS}, got {split!r}")
+        start, cut = history_bounds(self.event_user, self.event_time)
+        valid_from, test_from = self.time_edges()
+        period = (self.event_time >= valid_from).astype(np.int64) + (self.event_time >= test_from)
+        chosen = np.flatnonzero((period == SPLITS.index(split)) & (cut - start >= min_history))
+        return chosen, start[chosen], cut[chosen]
+
+    def kept(self, history: str) -> Ints:
+        """The events that a history is made of."""
+        rating = self.event_rating
+        chosen = {"liked": rating >= 4, "neutral": rating == 3, "disliked": rating <= 2, "all": rating > 0}
+        return np.flatnonzero(chosen[history])
+
     def _history(self, name: str, start: Ints, cut: Ints, max_len: int) -> History:
         """Events of one kind as a flat list, and for each sample the range ``[first, last)`` of it."""
-        rating = self.event_rating
-        kept = np.flatnonzero(
-            {"liked": rating >= 4, "neutral": rating == 3, "disliked": rating <= 2, "all": rating > 0}[name]
-        )
+        kept = self.kept(name)
         last = np.searchsorted(kept, cut)
         first = np.maximum(np.searchsorted(kept, start), last - max_len)
         item = self.event_item[kept]
@@ -117,7 +124,7 @@ class MovieLens:
         )
 
 
-def _history_bounds(user: Ints, time: Ints) -> tuple[Ints, Ints]:
+def history_bounds(user: Ints, time: Ints) -> tuple[Ints, Ints]:
     """For every event, the range of positions of the same user's events with a strictly smaller timestamp."""
     position = np.arange(len(user))
     new_user = np.r_[True, user[1:] != user[:-1]]

@@ -10,7 +10,8 @@ import torch
 
 from gemopt.model_zoo import tasks, train
 from gemopt.model_zoo.data import movielens
-from gemopt.model_zoo.trainer import TrainConfig, Trainer, learning_rate_factor
+from gemopt.model_zoo.optim import learning_rate_factor
+from gemopt.model_zoo.trainer import TrainConfig, Trainer
 
 try:
     movielens.data_folder()
@@ -47,8 +48,10 @@ def test_resume_equals_uninterrupted_bit_for_bit(model, tmp_path):
     expected = straight.model.state_dict()
     assert all(torch.equal(value, expected[name]) for name, value in second.model.state_dict().items())
     assert [r["loss"] for r in second.history] == [r["loss"] for r in straight.history]
-    moments = zip(second.optimizer.state.values(), straight.optimizer.state.values(), strict=True)
+    moments = zip(second.optimizers.dense.state.values(), straight.optimizers.dense.state.values(), strict=True)
     assert all(torch.equal(a["exp_avg_sq"], b["exp_avg_sq"]) for a, b in moments)
+    sums = zip(second.optimizers.tables.state.values(), straight.optimizers.tables.state.values(), strict=True)
+    assert all(torch.equal(a["sum"], b["sum"]) for a, b in sums)
 
 
 def test_training_learns(tmp_path):

@@ -9,17 +9,22 @@ from gemopt.graph.plan import Plan
 
 
 def default_pipeline(captured: Captured, recipe: Any, report: Any) -> Plan | None:
-    """Canonicalise, recognise, unpad. Returns the plan of the packed graph, or None where nothing is gained."""
+    """Canonicalise, recognise, unpad, fuse norms. Returns the plan of the packed graph, or None where nothing is gained."""
     from gemopt.passes.canonicalise import canonicalise
     from gemopt.passes.convolutions import pointwise_convolutions
+    from gemopt.passes.jagged import jagged_inputs
+    from gemopt.passes.norm_fusion import fuse_norms
     from gemopt.passes.unpad import unpad
 
     report.record_graph("capture", captured.gm)
     pointwise_convolutions(captured.gm)
+    jagged_inputs(captured.gm)
     canonicalise(captured.gm)
     report.record_graph("canonicalise", captured.gm)
     plan = unpad(captured, recipe, report)
     if plan is not None:
         report.record_graph("unpad", plan.packed)
+        if fuse_norms(captured, plan, recipe, report):
+            report.record_graph("norm fusion", plan.packed)
         report.record_graph("prologue", plan.prologue)
     return plan

@@ -48,6 +48,8 @@ def report_sites(report: Any, captured: Captured, layout: Layout) -> None:
         reason = layout.refused.get(site.out, "packing this attention would not pay")
         blame = holding_output(captured, layout.live, site) if reason.startswith("every row") else ""
         hint = ""
+        if not blame and reason.startswith("every row"):
+            reason += reading_all(layout.live, site)
         if blame:
             reason = f"{reason}: {blame} is returned with its padding"
             hint = (
@@ -74,11 +76,30 @@ def holding_output(captured: Captured, live: Live, site: Site) -> str:
     return ""
 
 
+def reading_all(live: Live, site: Site) -> str:
+    """Who makes every row of a site live: the first operation that asks for more rows than are asked of itself."""
+    stack, seen = [site.out], set()
+    while stack:
+        node = stack.pop(0)
+        if node in seen:
+            continue
+        seen.add(node)
+        for reader, rows in live.readers.get(node, ()):
+            if rows != t.TRUE or reader.op == "output":
+                continue
+            if live.need(reader) != t.TRUE:
+                where = source_of(reader)
+                return f": {op_name(reader)} ({reader.name}{', ' + where if where else ''}) reads them all"
+            stack.append(reader)
+    return ""
+
+
 def report_plan(report: Any, captured: Captured, layout: Layout, plan: Plan, verified: bool | None) -> None:
     """Costs, row sets and one rewrite for every attention and for the region around them."""
     report.set_cost(**cost.totals(captured.gm.graph, layout, captured.is_training_graph), symbols=cost.meanings(layout))
     for s in plan.sets:
-        report.row_set(s.name, str(s))
+        known = f"; expected to be {plan.expected[s.name]}, known before the device counts" if plan.expected else ""
+        report.row_set(s.name, f"{s}{known}")
     assumptions = tuple(b.text for b in plan.bits)
     for site in (s for o, s in layout.sites.items() if layout.attended(o)):
         sides = layout.sides[site.out]

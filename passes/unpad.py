@@ -30,6 +30,7 @@ from gemopt.graph.plan import Plan
 from gemopt.graph.slots import nodes_in
 from gemopt.graph.terms import Term
 from gemopt.graph.verify import matched_part, verify_plan, verify_site
+from gemopt.passes.jagged import row_totals
 from gemopt.passes.narrate import report_misses, report_plan, report_sites, source_of
 from gemopt.passes.recognise import Miss, recognise
 
@@ -111,7 +112,10 @@ def draft(
     pairs = [(s.queries.set, s.keys.set) for o, s in layout.sides.items() if layout.attended(o)]
     inside = {n for s in seeing for n in s.interior}  # there, `Live.sees_a_key` has settled it
     exists = [e for n, e in known.exists.items() if n not in inside]
-    plan = Plan(packed, gm, emitter.extras, live.assumptions, known.values, fake_mode, _cost_rule(layout), pairs, exists)
+    totals = row_totals(gm.graph, known.values)
+    plan = Plan(
+        packed, gm, emitter.extras, live.assumptions, known.values, fake_mode, _cost_rule(layout), pairs, exists, totals
+    )
     return Draft(live, layout, plan, blind)
 
 

@@ -249,11 +249,28 @@ class Live:
         if not points or not masks or joined == t.TRUE:
             return joined
         mask = t.or_(*masks)
+        outside = [p for p in points if self._beyond(p, mask)]
         for point in points:
+            if point in outside:
+                continue
             subset = Subset(point, mask, self.known.info(node).sizes, f"rows gathered from {node.name}")
             if subset not in self.assumptions:
                 self.assumptions.append(subset)
-        return mask
+        return t.or_(mask, *outside)
+
+    def _beyond(self, point: Term, mask: Term) -> bool:
+        """Whether a point lies past the end of every tensor that the mask reads: the candidate, kept behind the history."""
+        at = next((c for c in t.conjuncts(point) if c.op == "eq0" and _fixes_slot(c) and not c.leaves), None)
+        if at is None or len(at.slots) != 1:
+            return False
+        (slot,) = at.slots
+        parts, constant = t.as_linear(at.args[0])
+        sign = -parts.pop(t.slot(slot))
+        if any(x.op != "size" for x in parts):
+            return False
+        position = sign * (sum((x.args[0] * k for x, k in parts.items()), sympy.Integer(0)) + constant)
+        ends = [end for leaf, axis in t.reads_at(mask, slot) for end in self.known.values.extents(leaf)[axis : axis + 1]]
+        return bool(ends) and all((position - end).is_nonnegative for end in ends)
 
 
 def without_ranges(p: Term) -> Term:

@@ -78,8 +78,11 @@ def functionalise(graph: fx.Graph) -> None:
 
 
 def _is_local(x: fx.Node, node: fx.Node, group: list[fx.Node], order: dict[fx.Node, int]) -> bool:
-    """Whether ``x`` owns its storage, is no input, and no older alias of it is read after the write."""
-    if not group or group[0] is not x or any(n.op in ("placeholder", "get_attr") for n in group):
+    """Whether the storage of ``x`` belongs to no input, and no older alias of it is read after the write.
+
+    ``x`` may be a view: whoever reads the written elements reads them through ``x`` or through what is made of it later.
+    """
+    if not group or any(n.op in ("placeholder", "get_attr") for n in group):
         return False
     older = [n for n in group if order[n] < order[node] and n is not x]
     if any(order[u] > order[node] for n in older for u in n.users):

@@ -369,6 +369,21 @@ def rebuild(t: Term, at_slot: Callable[[int], Term]) -> Term:
     return Term(t.op, args, t.integer)
 
 
+def reads_at(p: Term, i: int) -> list[tuple[str, int]]:
+    """The reads in ``p`` that have slot ``i`` as an index: leaf and position of the index."""
+    found: list[tuple[str, int]] = []
+    stack: list[Any] = [p]
+    while stack:
+        x = stack.pop()
+        if isinstance(x, tuple):
+            stack += x
+        elif isinstance(x, Term):
+            if x.op == "read":
+                found += [(x.args[0], k) for k, index in enumerate(x.args[1]) if index == slot(i)]
+            stack += x.args
+    return found
+
+
 def project(p: Term, keep: frozenset[int]) -> Term:
     """A weakest predicate over ``keep`` alone that ``p`` implies (sound over-approximation of 'there is')."""
     if p.slots <= keep:

@@ -16,11 +16,12 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 
 from gemopt.graph import terms as t
-from gemopt.graph.slots import Access, Info, argument, forward, is_tensor, nodes_in, op_name
+from gemopt.graph.slots import Access, Info, argument, expr_of, forward, is_tensor, nodes_in, op_name
 from gemopt.graph.terms import Term
 
 _EXACT = (torch.int32, torch.int64)
@@ -82,7 +83,8 @@ class Values:
     def _leaf(self, node: fx.Node) -> Term | None:
         """An element of the tensor itself, where the prologue can compute that tensor."""
         dtype = node.meta["val"].dtype
-        if dtype.is_floating_point or dtype.is_complex or not self._computable(node):
+        weights = dtype.is_floating_point and weights_rows(node)
+        if (dtype.is_floating_point and not weights) or dtype.is_complex or not self._computable(node):
             return None
         if any(len(dim) > 1 for dim in self._info(node).dims):
             return None  # the prologue reads leaves dim by dim
@@ -91,6 +93,10 @@ class Values:
         indices = [t.slot(i) for i in range(len(self._info(node).sizes))]
         element = t.read(first.name, indices, integer=dtype in _EXACT)
         return t.call("bool", element) if dtype == torch.bool else element
+
+    def extents(self, leaf: str) -> list[sympy.Expr]:
+        """Sizes of a leaf, in the order of its indices."""
+        return [expr_of(s) for s in self.leaf_nodes[leaf].meta["val"].shape if expr_of(s) != 1]
 
     def _key(self, node: fx.Node) -> Any:
         """Two nodes with one key hold equal tensors: same pure op on operands with equal keys."""
@@ -105,6 +111,13 @@ class Values:
 
     def _computable(self, node: fx.Node) -> bool:
         return computable(node)
+
+
+def weights_rows(node: fx.Node) -> bool:
+    """A float input ``[batch, length]``, both of unknown size: what loaders make of masks. Where it is 0, so is a product."""
+    value = node.meta["val"]
+    unknown = value.ndim == 2 and all(isinstance(s, torch.SymInt) and not s.node.expr.is_number for s in value.shape)
+    return node.op == "placeholder" and unknown and not value.requires_grad
 
 
 def computable(node: fx.Node) -> bool:

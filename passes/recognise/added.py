@@ -31,11 +31,11 @@ class Added:
 
 def read_added(known: Analysis, node: fx.Node, exprs: Exprs, largest_fill: float) -> Added:
     """Split ``node`` where that separates a mask whose fill is at most ``largest_fill``; else it is one bias."""
-    parts = _summands(known, node, exprs)
+    parts, filled = _summands(known, node, exprs, largest_fill)
     masks = [_mask_of(known, part, largest_fill) for part in parts]
-    if all(m is None for m in masks):
+    found = [*filled, *(m for m in masks if m is not None)]
+    if not found:
         return Added(t.TRUE, -float("inf"), ((node, exprs),))
-    found = [m for m in masks if m is not None]
     return Added(
         t.and_(*(allowed for allowed, _ in found)), max(fill for _, fill in found),
         tuple(part for part, m in zip(parts, masks, strict=True) if m is None),
@@ -56,18 +56,51 @@ def over_scores(known: Analysis, node: fx.Node, exprs: Exprs) -> Term | None:
     return t.substitute(value, {s: exprs[s] for s in value.slots})  # type: ignore[misc]
 
 
-def _summands(known: Analysis, node: fx.Node, exprs: Exprs) -> list[Summand]:
+def _summands(
+    known: Analysis, node: fx.Node, exprs: Exprs, largest_fill: float
+) -> tuple[list[Summand], list[tuple[Term, float]]]:
+    """The tensors that ``node`` is a sum of, and the masks that fill such a sum with very negative numbers."""
     parts: list[Summand] = []
+    filled: list[tuple[Term, float]] = []
     stack: list[Summand] = [(node, exprs)]
     while stack and len(parts) + len(stack) < _MOST_SUMMANDS:
         at, over = stack.pop()
         info, name = known.info(at), op_name(at)
-        whole = known.value(at) is not None  # a mask as it is
-        if not whole and name == "aten.add" and argument(at, "alpha", 1) == 1 and len(info.accesses) == 2:
+        if known.value(at) is not None:  # a mask as it is
+            parts.append((at, over))
+        elif name == "aten.add" and argument(at, "alpha", 1) == 1 and len(info.accesses) == 2:
             stack += [(a.operand, compose(a, over)) for a in info.accesses]
-        elif not whole and (info.kind in VIEWS or name in CASTS):
+        elif info.kind in VIEWS or name in CASTS:
             (access,) = info.accesses[:1]
             stack.append((access.operand, compose(access, over)))
+        elif masked := _masked(known, at, over):
+            allowed, fill, kept = masked
+            if fill > largest_fill:
+                parts.append((at, over))
+            else:
+                filled.append((allowed, fill))
+                stack.append(kept)
         else:
             parts.append((at, over))
-    return parts + stack
+    return parts + stack, filled
+
+
+def _masked(known: Analysis, at: fx.Node, over: Exprs) -> tuple[Term, float, Summand] | None:
+    """(where it is kept, what it is elsewhere, the tensor) of ``masked_fill`` and ``where`` with a constant."""
+    name = op_name(at)
+    if name == "aten.masked_fill":
+        choices = [(1, 0, 2, False)]
+    elif name == "aten.where" and len(at.args) == 3:
+        choices = [(0, 1, 2, True), (0, 2, 1, False)]
+    else:
+        return None
+    for condition_at, kept_at, fill_at, keep_where in choices:
+        condition, fill = known.values.operand(at, condition_at), known.values.operand(at, fill_at)
+        number, kept = None if fill is None else t.constant_value(fill), at.args[kept_at]
+        if condition is None or number is None or any(over[s] is None for s in condition.slots):
+            continue
+        access = next((a for a in known.info(at).accesses if a.operand is kept), None)
+        if access is not None:
+            chosen = t.truth(t.substitute(condition, {s: over[s] for s in condition.slots}))  # type: ignore[misc]
+            return chosen if keep_where else t.not_(chosen), float(number), (access.operand, compose(access, over))
+    return None

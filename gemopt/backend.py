@@ -5,8 +5,9 @@
                                           needed
 
 At run time the prologue computes the packed size and the assumption bits, the host reads them in one
-transfer, and ``Plan.admit`` decides. The padded graph is the user's own, compiled as plain ``torch.compile``
-would.
+transfer, and ``Plan.admit`` decides. Where the packed size is the size of an input, the host does not wait for
+that transfer: it launches first and looks at the figures afterwards. The padded graph is the user's own,
+compiled as plain ``torch.compile`` would.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from torch._dynamo.source import ConstantSource
 
 from gemopt import dynamo
 from gemopt.graph.capture import Captured, CaptureError, adopt_placeholder, capture, trains
+from gemopt.graph.totals import Later
 from gemopt.recipe import Recipe
 
 Compiler = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
@@ -192,8 +194,19 @@ def adopt(gm: fx.GraphModule, dynamo_gm: fx.GraphModule) -> None:
     gm._param_name_to_source = {name: ConstantSource(name) for name, _ in constants}  # type: ignore[assignment]
 
 
+_READS_AFTER_A_MISS = 100
+
+
 class Host:
-    """What Dynamo's generated code calls: prologue, one read, then the packed graph or the padded one."""
+    """What Dynamo's generated code calls: prologue, one read, then the packed graph or the padded one.
+
+    Attributes:
+        ahead: launch the packed graph before the read where the plan expects its sizes (graph/totals.py); None:
+            where the figures are on an accelerator, since elsewhere a read costs nothing.
+        unread_steps: how many steps ran without waiting for a read.
+    """
+
+    ahead: bool | None = None
 
     def __init__(
         self,
@@ -210,9 +223,20 @@ class Host:
         self._plan = plan
         self._report = report
         self._sizes = sizes
+        self._expects = bool(getattr(plan, "expected", None))
+        self._reads_due = 0
+        self.unread_steps = 0
 
     def __call__(self, *args: Any) -> Any:
-        extra = self.admit(args)
+        with torch.no_grad():
+            stats, *tensors = self._prologue(*args)
+        if self._expects:
+            done, result, figures = self._run_ahead(args, stats, tensors)
+            if done:
+                return result
+        else:
+            figures = stats.tolist()  # the only device-to-host read of the step
+        extra = self._decide(args, figures, tensors)
         if extra is None:
             self._report.count_step(False, self._plan.last_reason)
             return self._padded(*args)
@@ -221,13 +245,48 @@ class Host:
 
     def admit(self, args: Sequence[Any]) -> Sequence[Any] | None:
         """Run the prologue, tell the report the sizes seen, and let the plan decide."""
-        plan = self._plan
         with torch.no_grad():
             stats, *tensors = self._prologue(*args)
-            extra = plan.admit(stats.tolist(), tensors)  # the only device-to-host read of the step
-        seen = {name: args[i] if dim is None else args[i].shape[dim] for name, i, dim in self._sizes}
-        self._report.saw({**seen, **getattr(plan, "last_counts", {})})
+        return self._decide(args, stats.tolist(), tensors)
+
+    def _decide(self, args: Sequence[Any], figures: list[int], tensors: Sequence[Any]) -> Sequence[Any] | None:
+        with torch.no_grad():
+            extra = self._plan.admit(figures, tensors)
+        self._saw(args)
         return extra
+
+    def _saw(self, args: Sequence[Any]) -> None:
+        seen = {name: args[i] if dim is None else args[i].shape[dim] for name, i, dim in self._sizes}
+        self._report.saw({**seen, **getattr(self._plan, "last_counts", {})})
+
+    def _run_ahead(self, args: Sequence[Any], stats: Any, tensors: Sequence[Any]) -> tuple[bool, Any, list[int]]:
+        """Launch for the sizes expected, then look at the figures: whether they confirm it, the result, the figures.
+
+        After a miss the next steps read first: lengths that are cut once will be cut again.
+        """
+        ahead = stats.is_cuda if self.ahead is None else self.ahead
+        if self._reads_due or not ahead:
+            self._reads_due = max(0, self._reads_due - 1)
+            return False, None, stats.tolist()
+        with torch.no_grad():
+            later, extra = Later(stats), self._plan.expect(tensors)
+        if extra is None:
+            return False, None, later.read()
+        result, error = None, None
+        try:
+            result = self._packed(*args, *extra)
+        except Exception as raised:
+            error = raised
+        figures = later.read()
+        if not self._plan.confirm(figures, tensors):
+            self._reads_due = _READS_AFTER_A_MISS
+            return False, None, figures
+        if error is not None:
+            raise error
+        self.unread_steps += 1
+        self._saw(args)
+        self._report.count_step(True)
+        return True, result, figures
 
 
 def size_symbols(captured: Captured) -> list[tuple[str, int, int | None]]:

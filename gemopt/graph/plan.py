@@ -21,9 +21,11 @@ from gemopt.graph.cost import pairs_name
 from gemopt.graph.extras import Extra, Extras
 from gemopt.graph.facts import Exists
 from gemopt.graph.live import Subset
+from gemopt.graph.mutation import has_side_effect
 from gemopt.graph.prologue import Sizes, TermWriter, copy_inputs, copy_leaf, device_of
 from gemopt.graph.rowsets import RowSet
 from gemopt.graph.terms import Term
+from gemopt.graph.totals import Total, expected_count
 from gemopt.graph.values import Values
 
 aten = torch.ops.aten
@@ -70,6 +72,12 @@ def range_bits(extras: Sequence[Extra]) -> list[Bit]:
     return bits
 
 
+def table_bits(totals: Sequence[Total]) -> list[Bit]:
+    """A jagged input is read at clamped positions, of which an input without rows has none."""
+    texts = {total.count: f"{total.text} are more than 0" for total in totals}
+    return [Bit(t.lt(t.const(0), t.size(count)), (), text) for count, text in texts.items()]
+
+
 class Plan:
     """What the backend compiles and runs for one graph (interface in ARCHITECTURE.md).
 
@@ -79,6 +87,7 @@ class Plan:
         bits: the assumptions, in the order of the bits in ``stats``.
         last_reason: why the last `admit` said no.
         last_counts: row counts of the last step by row set name.
+        expected: where the host knows every row count before the device does (graph/totals.py): what each is, in words.
     """
 
     def __init__(
@@ -92,6 +101,7 @@ class Plan:
         pays: Callable[[Mapping[str, int], Mapping[str, int]], bool],
         pairs: Sequence[tuple[RowSet, RowSet]] = (),
         exists: Sequence[Exists] = (),
+        totals: Sequence[Total] = (),
     ) -> None:
         used = {n.target for n in packed.graph.nodes if n.op == "placeholder" and n.users}
         for node in list(packed.graph.nodes):
@@ -101,8 +111,10 @@ class Plan:
         self.packed = packed
         self.extras = [e for e, n in extras.nodes.items() if n.target in used]
         self.sets = list(dict.fromkeys(s for e in self.extras for s in (e.set, e.target) if s is not None))
-        bits = [*map(subset_bit, assumptions), *map(exists_bit, exists), *range_bits(self.extras)]
-        self.bits = list(dict.fromkeys(bits))
+        bits = [*map(subset_bit, assumptions), *map(exists_bit, exists), *range_bits(self.extras), *table_bits(totals)]
+        self.bits = [b for b in dict.fromkeys(bits) if b.predicate != t.TRUE]
+        self._expected = self._expectations(totals)
+        self.expected = {s.name: text for s, (_, text) in self._expected.items()}
         self._pays = pays
         self._pairs = [p for p in dict.fromkeys(pairs) if p[0] in self.sets and p[1] in self.sets]
         self.last_reason = ""
@@ -110,6 +122,13 @@ class Plan:
         self._slots: dict[Any, int] = {}
         self.prologue = self._build_prologue(source, values)
         self.extra_examples = self._examples(fake_mode)
+
+    def _expectations(self, totals: Sequence[Total]) -> dict[RowSet, tuple[sympy.Expr, str]]:
+        """The count of every row set, if all are known beforehand and running the packed graph twice does no harm."""
+        known = {s: expected_count(s, totals) for s in self.sets}
+        if None in known.values() or any(map(has_side_effect, self.packed.graph.nodes)):
+            return {}
+        return {s: e for s, e in known.items() if e is not None}
 
     # ------------------------------------------------------------ building
 
@@ -149,6 +168,9 @@ class Plan:
                 keep(e, self._offsets(writer, flat_masks[e.set], e.set))
             elif e.kind == "gather":
                 keep(e, self._gathered(writer, outputs[self._slots["rank", e.set]], e))
+        for s, (count, _) in self._expected.items():
+            self._slots["count", s] = len(outputs)
+            outputs.append(sizes[count])  # type: ignore[arg-type]  # a number, known without the device
         for q, k in self._pairs:
             lengths = [self._lengths(writer, flat_masks[s], s) for s in (q, k)]
             stats.append(writer.call(aten.sum.default, writer.call(aten.mul.Tensor, *lengths)))
@@ -217,6 +239,26 @@ class Plan:
             return None
         return self._fill(counts, tensors)
 
+    def expect(self, tensors: Sequence[Any]) -> tuple[Tensor, ...] | None:
+        """The extra inputs for the counts that are expected, before anything is read; None where only a read can tell.
+
+        What the packed graph makes of them is right if `confirm` says so afterwards.
+        """
+        counts = {s: int(tensors[self._slots["count", s]]) for s in self._expected}
+        if not counts or 0 in counts.values():
+            return None
+        totals = {s.name: tensors[self._slots["mask", s]].numel() for s in self.sets}
+        if any(n > totals[s.name] for s, n in counts.items()):
+            return None
+        if not self._pays({s.name: n for s, n in counts.items()}, totals):
+            return None
+        return self._fill(counts, tensors, clamped=True)
+
+    def confirm(self, stats: Sequence[int], tensors: Sequence[Any]) -> bool:
+        """Whether `expect` was right: every bit holds, and every count is the one expected."""
+        sound, counts = self._read(stats)
+        return sound and all(n == int(tensors[self._slots["count", s]]) for s, n in counts.items())
+
     def fill_if_sound(self, stats: Sequence[int], tensors: Sequence[Tensor]) -> tuple[Tensor, ...] | None:
         """As `admit`, without asking whether it pays."""
         sound, counts = self._read(stats)
@@ -237,21 +279,26 @@ class Plan:
             return False, by_set
         return True, by_set
 
-    def _fill(self, counts: dict[RowSet, int], tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def _fill(self, counts: dict[RowSet, int], tensors: Sequence[Tensor], clamped: bool = False) -> tuple[Tensor, ...]:
+        """The extra inputs. ``clamped``: the counts may be wrong, and nothing may point outside all the same."""
+
+        def inside(x: Tensor, last: int) -> Tensor:
+            return x.clamp(0, last) if clamped else x
+
         index: dict[RowSet, Tensor] = {}
         coordinates: dict[RowSet, tuple[Tensor, ...]] = {}
         filled = []
         for s in self.sets:
             mask = tensors[self._slots["mask", s]]
-            index[s] = aten.nonzero_static(mask.reshape(-1), size=counts[s]).squeeze(1)
+            index[s] = aten.nonzero_static(mask.reshape(-1), size=counts[s], fill_value=0).squeeze(1)
         for e in self.extras:
             if e.kind == "index":
                 filled.append(index[e.set])
             elif e.kind == "repack":
                 assert e.target is not None
-                filled.append(tensors[self._slots["rank", e.set]][index[e.target]])
+                filled.append(inside(tensors[self._slots["rank", e.set]][index[e.target]], counts[e.set] - 1))
             elif e.kind in ("offsets", "gather"):
-                filled.append(tensors[self._slots[e]])
+                filled.append(inside(tensors[self._slots[e]], counts[e.set] - (e.kind == "gather")))
             else:
                 if e.set not in coordinates:
                     coordinates[e.set] = self._coordinates(index[e.set], e.set, tensors)

@@ -23,7 +23,6 @@ from .parts.embeddings import Embedded
 from .parts.heads import Heads
 from .parts.inputs import History, Inputs
 from .parts.target import target_features
-from .wukong import mean
 
 
 @dataclass(frozen=True)
@@ -99,8 +98,9 @@ class BST(nn.Module):
         back = history.length[:, None] - torch.arange(history.s.shape[1], device=history.s.device)  # newest: 1
         position = self.positions[name](back.clamp(min=0))
         s = torch.cat([candidate + self.positions[name].weight[0], history.s + position], dim=1)
-        mask = F.pad(history.mask, (1, 0), value=True)
+        mask = torch.arange(s.shape[1], device=s.device) <= history.length[:, None]
         for layer in self.stacks[name]:
             s = layer(s, mask)
-        events = history._replace(s=s[:, 1:])
-        return torch.cat([s[:, 0], mean(events)], dim=1)
+        s = s * mask.unsqueeze(-1)
+        events = s[:, 1:].sum(1) / history.length.clamp(min=1).unsqueeze(-1)
+        return torch.cat([s[:, 0], events], dim=1)

@@ -75,4 +75,4 @@ class HSTU(nn.Module):
         for block in self.stacks[name]:
             s = block(s, history.mask, angles)
         history = history._replace(s=self.norm(s))
-        return torch.cat([recent(history.s, history.length, 1).flatten(1), mean(history)], dim=1)
+        return torch.cat([recent(history.s, history.mask, history.length, 1).flatten(1), mean(history)], dim=1)

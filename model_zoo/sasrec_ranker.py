@@ -78,8 +78,9 @@ class SASRecRanker(nn.Module):
 
     def last(self, event: str, s: Tensor, length: Tensor) -> Tensor:
         """State of the last event of a history, [B, d]; 0 if it has none."""
-        allowed = visible(real(length, s), causal=True)
+        mask = real(length, s)
+        allowed = visible(mask, causal=True)
         s = self.norm(s + self.positions[event].weight[: s.shape[1]])
         for block in self.stacks[event]:
             s = block(s, allowed)
-        return recent(s, length, 1).squeeze(1)
+        return recent(s, mask, length, 1).squeeze(1)

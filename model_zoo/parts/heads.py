@@ -41,6 +41,6 @@ class Heads(nn.Module):
     def forward(self, x: Tensor, domain: Tensor) -> dict[str, Tensor]:
         h = F.silu(self.trunk(x))
         towers = F.silu(torch.einsum("bd,tmdh->btmh", h, self.hidden) + self.hidden_bias)
-        logits = torch.einsum("btmh,tmh->btm", towers, self.last) + self.last_bias
+        logits = (towers * self.last).sum(-1) + self.last_bias
         own = logits.gather(2, domain[:, None, None].expand(-1, len(self.tasks), 1)).squeeze(2)
         return {task: own[:, i] for i, task in enumerate(self.tasks)}

@@ -35,12 +35,11 @@ class HSTUBlock(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, mask: Tensor, angles: Tensor | None = None) -> Tensor:
-        u, q, k, v = F.silu(self.uqkv(self.norm(x))).chunk(4, dim=-1)
-        q, k, v = (t.unflatten(-1, (self.n_heads, self.head_dim)) for t in (q, k, v))
+        u, q, k, v = F.silu(self.uqkv(self.norm(x))).unflatten(-1, (4, self.n_heads, self.head_dim)).unbind(2)
         if angles is not None:
             q, k = rotate(q, angles), rotate(k, angles)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         scores = F.silu(q @ k.transpose(-1, -2) * self.head_dim**-0.5) / self.max_len
         attended = (scores * visible(mask, self.window, causal=True)) @ v
         attended = attended.transpose(1, 2).flatten(-2)
-        return x + self.out(self.dropout(self.attended_norm(attended) * u))
+        return x + self.out(self.dropout(self.attended_norm(attended) * u.flatten(-2)))

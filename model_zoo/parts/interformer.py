@@ -42,8 +42,9 @@ class FeatureSummary(nn.Module):
         return self.gate(self.mix(x))
 
 
-def recent(s: Tensor, length: Tensor, k: int) -> Tensor:
+def recent(s: Tensor, mask: Tensor, length: Tensor, k: int) -> Tensor:
     """The last k rows of every sequence, newest first: [B, L, d] to [B, k, d], 0 where there are fewer than k."""
+    s = s * mask.unsqueeze(-1)
     index = length[:, None] - 1 - torch.arange(k, device=s.device)
     rows = s.gather(1, index.clamp(min=0)[:, :, None].expand(-1, -1, s.shape[2]))
     return rows * (index >= 0).unsqueeze(-1)
@@ -63,5 +64,6 @@ class SequenceSummary(nn.Module):
         self.pma, self.gate = PMA(n_pma, d, n_heads), Gate(d)
 
     def forward(self, s: Tensor, length: Tensor, mask: Tensor) -> Tensor:
+        s = s * mask.unsqueeze(-1)
         parts = [s[:, : self.n_cls]] if self.n_cls else []
-        return self.gate(torch.cat([*parts, self.pma(s, mask), recent(s, length, self.n_recent)], dim=1))
+        return self.gate(torch.cat([*parts, self.pma(s, mask), recent(s, mask, length, self.n_recent)], dim=1))

@@ -52,5 +52,5 @@ class Rotary(nn.Module):
 def rotate(x: Tensor, angles: Tensor) -> Tensor:
     """Turn interleaved pairs of ``x`` [B, L, H, head_dim] by ``angles`` [B, L, head_dim / 2]; the dtype of x stays."""
     cos, sin = angles.cos()[:, :, None].to(x.dtype), angles.sin()[:, :, None].to(x.dtype)
-    even, odd = x[..., 0::2], x[..., 1::2]
+    even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
     return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)

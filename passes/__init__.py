@@ -13,13 +13,11 @@ def default_pipeline(captured: Captured, recipe: Any, report: Any) -> Plan | Non
     from gemopt.passes.canonicalise import canonicalise
     from gemopt.passes.convolutions import pointwise_convolutions
     from gemopt.passes.jagged import jagged_inputs
-    from gemopt.passes.jagged import jagged_inputs
     from gemopt.passes.norm_fusion import fuse_norms
     from gemopt.passes.unpad import unpad
 
     report.record_graph("capture", captured.gm)
     pointwise_convolutions(captured.gm)
-    jagged_inputs(captured.gm)
     jagged_inputs(captured.gm)
     canonicalise(captured.gm)
     report.record_graph("canonicalise", captured.gm)

@@ -20,12 +20,12 @@ from gemopt.ops.naming import op_name
 OP = "pffn"
 _SCHEMA = (
     "Tensor q_offsets, Tensor k_offsets, SymInt max_q, SymInt max_k, "
-    "str activation, float scale, float post_scale, float eps"
+    "str activation, float scale, float post_scale, float eps, float? rms_eps"
 )
 
 
 def _spec(args: tuple[Any, ...]) -> AttentionSpec:
-    q_offsets, k_offsets, max_q, max_k, activation, scale, post_scale, _ = args
+    q_offsets, k_offsets, max_q, max_k, activation, scale, post_scale, _, _ = args
     names = tuple(activation.split(","))
     return AttentionSpec(
         q_offsets,
@@ -56,6 +56,14 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, backward: bool 
     return hopper.refusal(q, k, v, spec, backward) is None and q.shape[1] * q.shape[2] <= MAX_COLUMNS
 
 
+def _epsilons(args: tuple[Any, ...], dtype: torch.dtype) -> tuple[float, float]:
+    """eps of LayerNorm and RMSNorm; torch takes the machine epsilon of the dtype it computes in where none is given."""
+    eps, rms_eps = args[-2:]
+    if rms_eps is None:
+        rms_eps = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
+    return eps, rms_eps
+
+
 def _wide(x: Tensor) -> Tensor:
     """`[T, H·D]` in fp32, or fp64 if x is."""
     return x.reshape(x.shape[0], -1).to(torch.float64 if x.dtype == torch.float64 else torch.float32)
@@ -67,7 +75,7 @@ def _wide(x: Tensor) -> Tensor:
     schema=f"(Tensor q, Tensor k, Tensor v, {_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def _pffn(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    spec, eps = _spec(args), args[-1]
+    spec, (eps, rms_eps) = _spec(args), _epsilons(args, q.dtype)
     q = q.contiguous()
     with torch._C._DisableAutocast():
         if _fused(q, k, v, spec):
@@ -76,7 +84,7 @@ def _pffn(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, Tensor, 
 
             ln, rstd = norms.layer_norm(q, eps)
             g, _ = hopper.forward(ln, k, v, spec, add_q=True)
-            return norms.rms_add(g, q, eps), ln, rstd, g
+            return norms.rms_add(g, q, rms_eps), ln, rstd, g
         x = _wide(q)
         centred = x - x.mean(1, keepdim=True)
         rstd = (centred.square().mean(1) + eps).rsqrt()
@@ -84,7 +92,7 @@ def _pffn(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, Tensor, 
         forward, _ = attention_kernels(q)
         g = forward(ln, k, v, spec)[0] + ln
         y = _wide(g)
-        out = y * (y.square().mean(1, keepdim=True) + eps).rsqrt() + x
+        out = y * (y.square().mean(1, keepdim=True) + rms_eps).rsqrt() + x
         return out.to(q.dtype).view(q.shape), ln, rstd, g
 
 
@@ -102,18 +110,18 @@ def _(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tens
 def _pffn_backward(
     dout: Tensor, k: Tensor, v: Tensor, ln: Tensor, rstd: Tensor, g: Tensor, *args: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    spec, eps = _spec(args), args[-1]
+    spec, (_, rms_eps) = _spec(args), _epsilons(args, g.dtype)
     dout = dout.contiguous()
     with torch._C._DisableAutocast():
         if _fused(ln, k, v, spec, backward=True):
             from gemopt.kernels.gluon import attention as hopper
             from gemopt.kernels.triton import norms
 
-            dg = norms.rms_gradient(g, dout, eps)
+            dg = norms.rms_gradient(g, dout, rms_eps)
             dln, dk, dv = hopper.backward(dg, ln, k, v, None, None, spec, add_q=True)
             return norms.layer_norm_gradient(ln, rstd, dln, dout), dk, dv
         y, dy = _wide(g), _wide(dout)
-        r = (y.square().mean(1, keepdim=True) + eps).rsqrt()
+        r = (y.square().mean(1, keepdim=True) + rms_eps).rsqrt()
         n = y * r
         dg = ((dy - n * (dy * n).mean(1, keepdim=True)) * r).to(g.dtype).view(g.shape)
         _, backward = attention_kernels(ln)
@@ -161,23 +169,27 @@ def pffn(
     scale: float = 1.0,
     post_scale: float = 1.0,
     eps: float = 1e-5,
+    rms_eps: float | None = 1e-5,
 ) -> Tensor:
     """RMSNorm(gdpa(ln, k, v) + ln) + q with ln = LayerNorm(q), `[Tq, H, D]`; norms over all heads, without weights.
 
     Args:
         q: `[Tq, H, D]`; k, v: `[Tk, Hkv, D]`; all of one dtype.
-        eps: added to the variance and to the mean square.
+        eps: added to the variance of LayerNorm.
+        rms_eps: added to the mean square of RMSNorm; None is the machine epsilon of fp32, of fp64 for fp64.
         the rest: as in `gemopt.ops.gdpa`.
     Raises:
         ValueError, TypeError: arguments of wrong rank, size, dtype, device or value.
     """
     args = (q_offsets, k_offsets, max_q, max_k, activation, float(scale), float(post_scale), float(eps))
-    check_call(OP, q, k, v, _spec(args))
-    if not eps > 0:
-        raise ValueError(f"{OP}: eps must be positive, got {eps}")
+    added = None if rms_eps is None else float(rms_eps)
+    check_call(OP, q, k, v, _spec((*args, added)))
+    for name, value in (("eps", eps), ("rms_eps", rms_eps)):
+        if value is not None and not value > 0:
+            raise ValueError(f"{OP}: {name} must be positive, got {value}")
     if q.shape[2] != v.shape[2]:
         raise ValueError(f"{OP}: v must have the head_dim of q, {q.shape[2]}, got {v.shape[2]}")
-    return _pffn(q, k, v, *args)[0]
+    return _pffn(q, k, v, *args, added)[0]
 
 
 pffn.__module__ = "gemopt.ops"

@@ -1,0 +1,359 @@
+"""Norm fusion: the personalised feed-forward block with its norms as one op (gemopt.ops.pffn).
+
+    ln = LayerNorm(q);   g = gdpa(ln, K, V) + ln;   out = RMSNorm(g) + q
+
+It runs on a graph that the unpad pass has written, where an attention is one call of `gemopt.ops.gdpa` on `[T, H, D]`. The
+block is read backwards from its last addition. Legal because
+
+- both norms run over all features of a row (`normalized_shape` has H·D elements) and nothing else happens to a row between
+  its parts: reshapes that keep the row axis in front keep a row's features in their order;
+- q, the residual and what LayerNorm reads are the same tensor, and so are gdpa's queries and what is added to its result;
+- nothing else reads ln, g or the tensors between: they are gone from the rewritten graph;
+- all of it lies in one region of autocast and grad mode, in one dtype, and is recomputed together or not at all.
+
+An RMSNorm is `aten.rms_norm`, or x / sqrt(mean x² + eps) written out. A norm with elementwise weights stays, with a reason.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
+
+from gemopt import ops
+from gemopt.graph.capture import Captured, regions
+from gemopt.graph.plan import Plan
+from gemopt.graph.slots import argument
+from gemopt.graph.verify import verify_plan
+from gemopt.passes.narrate import source_of
+
+aten = torch.ops.aten
+
+_RESHAPES = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
+_PLAIN_GDPA = {"activation", "scale", "post_scale"}
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A norm of the rows of ``x`` over ``width`` features (None: over its ``axis``, which must be the last).
+
+    ``eps`` None is the machine epsilon that torch takes (RMSNorm only).
+    """
+
+    x: fx.Node
+    width: int | None
+    eps: float | None
+    interior: tuple[fx.Node, ...]
+    axis: int = -1
+
+
+@dataclass(frozen=True)
+class Block:
+    """What a match found; ``interior`` are the nodes that go, from LayerNorm to ``out``."""
+
+    out: fx.Node
+    gdpa: fx.Node
+    layer_norm: Norm
+    rms_norm: Norm
+    interior: tuple[fx.Node, ...]
+
+    @property
+    def q(self) -> fx.Node:
+        """What LayerNorm reads and the last addition adds. Read anew: the block before may have been rewritten."""
+        return _through_reshapes(self.layer_norm.interior[0].args[0])[0]
+
+
+@dataclass(frozen=True)
+class Near:
+    """A block but for one thing."""
+
+    node: fx.Node
+    reason: str
+    hint: str = ""
+
+
+def fuse_norms(captured: Captured, plan: Plan, recipe: Any, report: Any) -> bool:
+    """Rewrite every block of the packed graph, in place. Returns whether there was one."""
+    gm = plan.packed
+    found = list(blocks(gm))
+    for near in (b for b in found if isinstance(b, Near)):
+        _reject(report, near)
+    whole = [b for b in found if isinstance(b, Block)]
+    if not whole:
+        return False
+    before = fx.Graph()
+    before.output(before.graph_copy(gm.graph, {}))
+    values = shapes(captured, plan)
+    fused = []
+    for block in whole:
+        reason = _shape_reason(block, values)
+        if reason:
+            _reject(report, Near(block.out, reason))
+        else:
+            rewrite(gm, block, values)
+            fused.append(block)
+    gm.graph.lint()
+    gm.recompile()
+    verified = _verified(captured, plan) if recipe.verify and fused else None
+    if verified is False:
+        gm.graph = before
+        for block in fused:
+            _reject(report, Near(block.out, "the fused block differs from the original on generated inputs"))
+        return False
+    for block in fused:
+        report.rewrite(
+            site=block.out.name, rule="norm fusion", kernel="pffn", source=source_of(block.out),
+            before="layer_norm, gdpa, add, rms_norm, add", after="pffn: one op, norms and residuals in its kernels",
+            exactness="rounding", reason="nothing else reads the tensors between", verified=verified,
+        )  # fmt: skip
+    return bool(fused)
+
+
+def _reject(report: Any, near: Near) -> None:
+    report.reject(
+        near.node.name, "norm fusion", source=source_of(near.node), node=near.node.name, reason=near.reason, hint=near.hint
+    )
+
+
+def _verified(captured: Captured, plan: Plan) -> bool | None:
+    compared, mismatches = verify_plan(captured, plan)
+    return None if not compared else not mismatches
+
+
+def shapes(captured: Captured, plan: Plan) -> dict[fx.Node, Any]:
+    """What every node of the packed graph gives, as fake tensors."""
+    values: dict[fx.Node, Any] = {}
+
+    class Recorder(fx.Interpreter):
+        def run_node(self, n: fx.Node) -> Any:
+            values[n] = super().run_node(n)
+            return values[n]
+
+    with captured.fake_mode, enable_python_dispatcher():
+        Recorder(plan.packed).run(*captured.example_inputs, *plan.extra_examples)
+    return values
+
+
+def _shape_reason(block: Block, values: dict[fx.Node, Any]) -> str | None:
+    """Why widths, dtypes or the row axis do not fit; None if they do."""
+    queries, q, out = (values[n] for n in (block.gdpa.args[0], block.q, block.out))  # type: ignore[index]
+    _, heads, head_dim = queries.shape
+    if not all(isinstance(n, int) for x in (queries, q, out) for n in x.shape[1:]):
+        return "the number of features of a row is not known"
+    for name, norm in (("LayerNorm", block.layer_norm), ("RMSNorm", block.rms_norm)):
+        if norm.axis not in (-1, values[norm.x].ndim - 1):
+            return f"{name} runs over another axis than the last"
+        width = values[norm.x].shape[-1] if norm.width is None else norm.width
+        if width != heads * head_dim:
+            return f"{name} runs over {width} features, the attention has {heads} heads of {head_dim}"
+    if any(math.prod(values[n].shape[1:]) != heads * head_dim for n in (block.q, block.out)):
+        return "the residual has leading axes besides the rows"
+    if values[block.gdpa.args[2]].shape[2] != head_dim:  # type: ignore[index]
+        return "the values have another head_dim than the queries"
+    dtypes = {values[n].dtype for n in (block.q, block.out, *block.gdpa.args[:3])}  # type: ignore[index]
+    if len(dtypes) > 1 or out.dtype != q.dtype:
+        return f"the block mixes dtypes: {', '.join(sorted(map(str, dtypes)))}"
+    return None
+
+
+# ---------------------------------------------------------------- matching
+
+
+def blocks(gm: fx.GraphModule) -> Iterator[Block | Near]:
+    """Every block, and what looks like one up to its last condition."""
+    region = regions(gm)
+    for node in gm.graph.nodes:
+        if node.op == "call_function" and node.target is ops.gdpa:
+            found = _from_attention(node)
+            if isinstance(found, Block):
+                found = _whole(found, region)
+            if found is not None:
+                yield found
+
+
+def _from_attention(gdpa: fx.Node) -> Block | Near | None:
+    """Follow a gdpa to the end of its block; None where what surrounds it is no PFFN."""
+    layer, steps = _through_reshapes(gdpa.args[0])
+    first = _layer_norm(layer)
+    if first is None:
+        return None
+    steps.append(gdpa)
+    inner = _sum_with(gdpa, layer, steps)
+    second = None if inner is None else _rms_norm(inner, steps)
+    if second is None:
+        return None
+    out = _sum_with(second.interior[-1], first.x, steps)
+    if out is None:
+        return None
+    near = _refusal(gdpa, layer, out, first, second)
+    return near or Block(out, gdpa, first, second, (layer, *steps))
+
+
+def _refusal(gdpa: fx.Node, layer: fx.Node, out: fx.Node, first: Norm, second: Norm) -> Near | None:
+    weighted = "LayerNorm" if any(layer.args[2:4]) else "RMSNorm" if _weight_of(second) is not None else None
+    if weighted:
+        return Near(out, f"the {weighted} of the block has elementwise weights", "pass elementwise_affine=False")
+    if first.eps is None or first.eps <= 0 or (second.eps is not None and second.eps <= 0):
+        return Near(out, f"the norms of the block have eps {first.eps} and {second.eps}; both must be positive")
+    if set(gdpa.kwargs) - _PLAIN_GDPA:
+        extra = ", ".join(sorted(set(gdpa.kwargs) - _PLAIN_GDPA))
+        return Near(out, f"the attention of the block has {extra}")
+    return None
+
+
+def _whole(block: Block, region: dict[fx.Node, Any]) -> Block | Near:
+    """The block, if nothing outside reads its inside and it is one region."""
+    inside = set(block.interior)
+    for node in block.interior:
+        if node is not block.out and any(user not in inside for user in node.users):
+            return Near(block.out, f"{node.name}, inside the block, is read elsewhere")
+    if len({region.get(n) for n in block.interior}) > 1:
+        return Near(block.out, "the block spans a change of grad mode or autocast")
+    if len({(n.meta.get("ac_graph_id"), str(n.meta.get("recompute"))) for n in block.interior}) > 1:
+        return Near(block.out, "the block spans the border of a checkpoint")
+    return block
+
+
+def _through_reshapes(node: Any) -> tuple[Any, list[fx.Node]]:
+    """The tensor that ``node`` is a view of, and the reshapes between, first to last."""
+    passed: list[fx.Node] = []
+    while isinstance(node, fx.Node) and node.target in _RESHAPES:
+        passed.insert(0, node)
+        node = node.args[0]
+    return node, passed
+
+
+def _reader(node: fx.Node, steps: list[fx.Node]) -> fx.Node | None:
+    """The one reader of ``node`` behind its reshapes, which join ``steps``; None if there are several."""
+    while len(node.users) == 1:
+        (user,) = node.users
+        if user.target not in _RESHAPES:
+            return user
+        steps.append(user)
+        node = user
+    return None
+
+
+def _sum_with(node: fx.Node, other: fx.Node, steps: list[fx.Node]) -> fx.Node | None:
+    """The addition of ``other`` that reads ``node``, either of them perhaps reshaped; it and the reshapes join ``steps``."""
+    reader = _reader(node, steps)
+    if reader is None or reader.target is not aten.add.Tensor or argument(reader, "alpha") != 1:
+        return None
+    tails = [_through_reshapes(a) for a in reader.args[:2]]
+    if {t[0] for t in tails} != {node, other} or len(tails) != 2:
+        return None
+    if other.target is aten.layer_norm.default:  # the other sums are with q, which stays
+        steps += [n for tail, passed in tails if tail is other for n in passed if n not in steps]
+    steps.append(reader)
+    return reader
+
+
+def _layer_norm(node: Any) -> Norm | None:
+    if not isinstance(node, fx.Node) or node.target is not aten.layer_norm.default:
+        return None
+    x, _ = _through_reshapes(node.args[0])
+    width = _product(node.args[1])
+    return None if width is None else Norm(x, width, float(argument(node, "eps")), (node,))
+
+
+def _rms_norm(x: fx.Node, steps: list[fx.Node]) -> Norm | None:
+    """An RMSNorm of ``x``; its nodes join ``steps``."""
+    passed: list[fx.Node] = []
+    node = _reader(x, passed)
+    if node is not None and node.target is aten.rms_norm.default:
+        width, eps = _product(node.args[1]), argument(node, "eps")
+        norm = None if width is None else Norm(x, width, None if eps is None else float(eps), (*passed, node))
+    else:
+        norm = _written_rms_norm(x)
+    steps += norm.interior if norm is not None else ()
+    return norm
+
+
+def _weight_of(norm: Norm) -> Any:
+    last = norm.interior[-1]
+    return argument(last, "weight") if last.target is aten.rms_norm.default else None
+
+
+def _product(sizes: Any) -> int | None:
+    return math.prod(sizes) if all(isinstance(s, int) for s in sizes) else None
+
+
+def _written_rms_norm(x: fx.Node) -> Norm | None:
+    """``x / sqrt(mean(x², -1, keepdim) + eps)`` in its usual spellings."""
+    for user in x.users:
+        if user.target not in (aten.mul.Tensor, aten.div.Tensor):
+            continue
+        divided = user.target is aten.div.Tensor
+        a, b = user.args[:2]
+        root = b if a is x else a if b is x and not divided else None
+        found = _root_mean_square(root, x, inverse=not divided) if isinstance(root, fx.Node) else None
+        if found is not None:
+            return Norm(x, None, found[0], (*found[2], user), found[1])
+    return None
+
+
+def _root_mean_square(node: fx.Node, x: fx.Node, inverse: bool) -> tuple[float, int, list[fx.Node]] | None:
+    """eps and axis of ``sqrt(mean(x²) + eps)``, or of its inverse, and the nodes on the way."""
+    path = [node]
+    if inverse and node.target is aten.reciprocal.default:
+        node, inverse = node.args[0], False  # type: ignore[assignment]
+        path.append(node)
+    power = -0.5 if inverse else 0.5
+    root = aten.rsqrt.default if inverse else aten.sqrt.default
+    if node.target is not root and not (node.target is aten.pow.Tensor_Scalar and node.args[1] == power):
+        return None
+    plus = node.args[0]
+    if not isinstance(plus, fx.Node) or plus.target not in (aten.add.Tensor, aten.add.Scalar):
+        return None
+    mean, eps = plus.args[0], plus.args[1]
+    if not isinstance(mean, fx.Node) or not isinstance(eps, float) or argument(plus, "alpha", 1) != 1:
+        return None
+    square = mean.args[0]
+    if mean.target is not aten.mean.dim or len(mean.args[1]) != 1 or not argument(mean, "keepdim"):  # type: ignore[arg-type]
+        return None
+    if argument(mean, "dtype") is not None or not isinstance(square, fx.Node) or not _is_square(square, x):
+        return None
+    return eps, mean.args[1][0], [square, mean, plus, *reversed(path)]  # type: ignore[index, return-value]
+
+
+def _is_square(node: fx.Node, x: fx.Node) -> bool:
+    if node.target is aten.pow.Tensor_Scalar:
+        return node.args[0] is x and bool(node.args[1] == 2)
+    return (node.target is aten.mul.Tensor and node.args[0] is x and node.args[1] is x) or (
+        node.target is aten.square.default and node.args[0] is x
+    )
+
+
+# ---------------------------------------------------------------- rewriting
+
+
+def rewrite(gm: fx.GraphModule, block: Block, values: dict[fx.Node, Any]) -> None:
+    """Put one call of `pffn` in the place of ``block.out`` and erase the rest of the block."""
+    graph, gdpa, out = gm.graph, block.gdpa, block.out
+    queries, *rest = gdpa.args
+    heads, head_dim = values[queries].shape[1:]  # type: ignore[index]
+    with graph.inserting_before(out):
+        q = block.q
+        if values[q].ndim != 3 or values[q].shape[1] != heads:
+            q = graph.call_function(aten.reshape.default, (q, [-1, heads, head_dim]))
+        kwargs = {**gdpa.kwargs, "eps": block.layer_norm.eps, "rms_eps": block.rms_norm.eps}
+        fused = graph.call_function(ops.pffn, (q, *rest), kwargs)
+        made = [q, fused]
+        if values[out].ndim != 3 or values[out].shape[1] != heads:
+            made.append(graph.call_function(aten.reshape.default, (fused, [-1, *values[out].shape[1:]])))
+    new = [n for n in made if n is not block.q]
+    for node in new:
+        node.meta.update({k: v for k, v in out.meta.items() if k != "val"})
+        values[node] = values[out] if node is made[-1] else values[queries]  # type: ignore[index]
+    out.replace_all_uses_with(made[-1])
+    order = {n: i for i, n in enumerate(graph.nodes)}
+    for node in sorted(set(block.interior), key=order.__getitem__, reverse=True):
+        graph.erase_node(node)
+    for node in reversed(graph.find_nodes(op="call_function", target=aten.reshape.default)):
+        if not node.users:
+            graph.erase_node(node)

@@ -66,3 +66,52 @@ def test_one_host_read_a_step() -> None:
     assert not copies, [e.name for e in copies]
     reads = [e for e in profile.events() if e.name in ("cudaStreamSynchronize", "aten::to") and "cpu" in str(e)]
     assert len([e for e in profile.events() if e.name == "cudaStreamSynchronize"]) <= 1, reads
+
+
+class JaggedReader(nn.Module):
+    """Rows that arrive jagged, made padded, attended under their mask and averaged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(64, 192), nn.Linear(64, 1)
+
+    def forward(self, values: Tensor, offsets: Tensor) -> Tensor:
+        x = torch.ops.aten._jagged_to_padded_dense_forward(values, [offsets], [96], 0.0)
+        lengths = offsets.diff()
+        mask = torch.arange(96, device=x.device) < lengths[:, None]
+        q, k, v = (y.unflatten(-1, (2, 32)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        y = nn.functional.scaled_dot_product_attention(q, k, v, mask[:, None, None, :]).transpose(1, 2).flatten(2)
+        return self.out((y * mask[..., None]).sum(1) / lengths.clamp(min=1)[:, None])
+
+
+def test_no_host_read_where_the_rows_are_an_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any synchronising call raises here; the same step with a read does, which shows that the check can fail."""
+    torch.manual_seed(0)
+    model = JaggedReader().cuda()
+    exact = copy.deepcopy(model).double()
+    fast = gemopt.compile(model, strict=True, dynamic=True)
+
+    def inputs(lengths: list[int]) -> tuple[Tensor, Tensor]:
+        offsets = torch.tensor([0, *lengths]).cumsum(0)
+        return torch.randn(sum(lengths), 64).cuda(), offsets.cuda()
+
+    def close(given: tuple[Tensor, Tensor]) -> None:
+        ours, theirs = step(fast, model, given), step(exact, exact, (given[0].double(), given[1]))
+        torch.testing.assert_close([x.double() for x in ours], theirs, rtol=2e-3, atol=2e-3)
+
+    close(inputs([3, 80, 17, 41]))  # compiles
+    given = inputs([30, 8, 0, 96, 11])
+    fast(*given).sum().backward()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        fast(*given).sum().backward()
+        monkeypatch.setattr(gemopt.backend.Host, "ahead", False)
+        with pytest.raises(RuntimeError, match="synchroniz"):
+            fast(*given)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    monkeypatch.setattr(gemopt.backend.Host, "ahead", None)
+    close(given)
+    close(inputs([100, 8, 120]))  # longer than the padded size: found out, and right
+    assert fast.report.steps_packed >= 3, str(fast.report)

@@ -30,6 +30,11 @@ class Speed:
         self.datasheet = mfu.datasheet_peak(device, dtype)
         self.ceiling = mfu.matmul_ceiling(device, dtype)
 
+    def describe(self) -> str:
+        """Both denominators of MFU, in words."""
+        sheet = "none known for this device" if self.datasheet is None else f"{self.datasheet / 1e12:,.0f} TFLOP/s"
+        return f"peak: datasheet {sheet}; a large matrix product reaches {self.ceiling / 1e12:,.3g} TFLOP/s"
+
     def of_step(self, batch: Batch, seconds: float) -> dict[str, float]:
         """``useful_tflops``: TFLOP/s of a training step on this batch that took so long. ``mfu``: over the datasheet's peak,
         where there is one. ``mfu_of_matmul``: over the measured rate of large matrix products."""

@@ -1,0 +1,309 @@
+"""Training steps of the full GEM model: eager and torch.compile on padded batches, gemopt on the same batches, in turns.
+
+    python bench/gem.py --device cpu                                    gem small, four histories of at most 256 events
+    python bench/gem.py --device cuda --config base large               ten and twelve histories, maximum 1,024 and 2,048
+    python bench/gem.py --device cuda --config base --profile           and where the time of each goes, as a plot
+
+A step is forward, backward and update (AdamW, row-wise AdaGrad for tables), bfloat16 by autocast on a GPU and float32 on a
+CPU. Lengths are uniform with mean fill 0.5 (1 to the maximum). Useful FLOPs are those of the padded model's graph at the
+real lengths (gemopt.mfu), three times the forward pass; all contestants are credited with the same. Peak memory is what one
+contestant alone would need. A contestant that does not fit is recorded as such; with ``--fit`` the batch is halved until
+torch.compile fits. Results are merged into ``bench/results/gem-<machine>.json`` (or ``--out``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import _breakdown
+import _harness
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from gemopt import mfu
+from gemopt.model_zoo import tasks, zoo
+from gemopt.model_zoo.data.batches import Batch
+from gemopt.model_zoo.data.schema import Schema
+from gemopt.model_zoo.data.synthetic import Synthetic, SyntheticConfig
+from gemopt.model_zoo.optim import Optimizers
+
+CONTESTANTS = ("eager", "compile", "gemopt")
+NAMES = {"eager": "eager, padded", "compile": "torch.compile, padded", "gemopt": "gemopt"}
+COUNTED = 32  # samples at once when FLOPs are counted: the count runs the padded model
+WARMUP = 3
+
+
+@dataclass(frozen=True)
+class Config:
+    """One line of the table."""
+
+    model: str
+    config: str
+    data: str
+    max_len: int
+    batch: int
+    fill: float
+    precision: str
+
+    def title(self) -> str:
+        return f"{self.model} {self.config}, batch {self.batch}, max {self.max_len}, fill {self.fill:g}, {self.precision}"
+
+
+def random_batch(schema: Schema, size: int, fill: float, generator: torch.Generator) -> Batch:
+    """Random ids, and lengths uniform in ``[1, 2 fill L]``, from fill 0.5 on in ``[(2 fill - 1) L, L]``: mean ``fill L``."""
+
+    def ids(high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(1, high, shape, generator=generator)
+
+    out: Batch = {"dense": torch.randn(size, schema.n_dense, generator=generator)}
+    out["domain"] = torch.randint(0, schema.n_domains, (size,), generator=generator)
+    for name, feature in schema.sparse.items():
+        out[f"sparse_{name}"] = ids(feature.n_ids, *((size,) if feature.max_ids == 1 else (size, feature.max_ids)))
+    for name, event in schema.events.items():
+        low = max(1, round((2 * fill - 1) * event.max_len))
+        high = event.max_len if fill >= 0.5 else max(1, round(2 * fill * event.max_len))
+        length = torch.randint(low, high + 1, (size,), generator=generator)
+        real = torch.arange(event.max_len) < length[:, None]
+        for field, n_ids in event.fields.items():
+            out[f"{name}_{field}"] = ids(n_ids, size, event.max_len) * real
+        gaps = 3600 * torch.rand(size, event.max_len, generator=generator)
+        out[f"{name}_age"] = gaps.flip(1).cumsum(1).flip(1) * real
+        out[f"{name}_length"] = length
+    for task in schema.tasks:
+        out[f"label_{task}"] = torch.randint(0, 2, (size,), generator=generator).float()
+    return out
+
+
+class Contestant:
+    """The model under one compiler; calling it with i runs the training step on batch i."""
+
+    def __init__(self, work: tasks.Workload, mode: str, batches: list[Batch], device: str, precision: str) -> None:
+        self.work, self.batches, self.device, self.bf16 = work, batches, torch.device(device), precision == "bf16"
+        self.model = copy.deepcopy(work.module).to(device).train()
+        self.compiled = tasks.compiled(self.model, mode)
+        self.optimizers = Optimizers(
+            self.model, lr=1e-3, table_lr=0.05, weight_decay=0.01, clip=1.0, warmup=10, total=1000
+        )  # fmt: skip
+        self.losses: list[float] = []
+        self.peak = 0.0
+
+    def __call__(self, i: int) -> None:
+        cuda = self.device.type == "cuda"
+        if cuda:
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+        batch = self.batches[i % len(self.batches)]
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
+            logits = self.work.logits(self.compiled, batch)
+        loss = self.work.loss(logits, batch)
+        loss.backward()
+        self.optimizers.step()
+        self.optimizers.zero_grad()
+        self.losses.append(float(loss.detach()))  # a step ends when its loss is known
+        if cuda:  # what this one holds between steps counts, what the others hold does not
+            self.peak = max(self.peak, torch.cuda.max_memory_allocated() - before + self.static_bytes())
+
+    def static_bytes(self) -> int:
+        parts = (self.optimizers.dense, self.optimizers.tables)
+        states = [x for o in parts if o is not None for s in o.state.values() for x in s.values()]
+        tensors = [*self.model.parameters(), *self.model.buffers(), *(x for x in states if isinstance(x, torch.Tensor))]
+        return sum(x.numel() * x.element_size() for x in tensors)
+
+
+def make_work(config: Config) -> tuple[tasks.Workload, Schema]:
+    """The model on the schema of the synthetic data; batches are made by `random_batch`."""
+    sizes = SyntheticConfig.size(config.data, max_len=config.max_len, lengths="uniform", fill=config.fill)
+    schema = Synthetic(sizes).schema
+    torch.manual_seed(0)
+    work = tasks.Workload(
+        module=zoo.build(config.model, schema, config.config),
+        source=None,  # type: ignore[arg-type]
+        labels={task: f"label_{task}" for task in schema.tasks},
+        histories=tuple(schema.events),
+        forward=lambda function, batch: function(batch),
+    )
+    return work, schema
+
+
+def useful_flops(module: torch.nn.Module, batches: Sequence[Batch], bf16: bool) -> tuple[float, float, list[str]]:
+    """Mean useful and padded FLOPs of a training step, and the notes of the count."""
+    counter, useful, padded, notes = mfu.Counter(module), 0.0, 0.0, []
+    device = next(module.parameters()).device.type
+    for batch in batches:
+        size = len(batch["domain"])
+        for start in range(0, size, COUNTED):
+            part = {k: v[start : start + COUNTED].contiguous() for k, v in batch.items()}
+            with torch.autocast(device, torch.bfloat16, enabled=bf16):
+                found = counter(part)
+            useful, padded, notes = useful + found.training, padded + 3 * found.padded, found.notes
+    return useful / len(batches), padded / len(batches), notes
+
+
+def measure(
+    config: Config, steps: int, contestants: Sequence[str], device: str, profile: bool, progress: Callable[[str, int], None]
+) -> dict[str, Any]:
+    """Time all contestants in turns; the record that is stored."""
+    bf16, generator = config.precision == "bf16", torch.Generator().manual_seed(0)
+    work, schema = make_work(config)
+    drawn = [random_batch(schema, config.batch, config.fill, generator) for _ in range(2)]
+    batches = [{k: v.to(device) for k, v in batch.items()} for batch in drawn]
+    runs, failed = start(work, contestants, batches, device, config.precision, progress)
+    record: dict[str, Any] = {"config": asdict(config), "steps": steps, "failed": failed}
+    record["padding"] = sum(map(work.padding_share, batches)) / len(batches)
+    record["parameters"] = sum(p.numel() for p in work.module.parameters())
+    if not runs:
+        return record
+    record["timing"] = _harness.interleave(runs, steps, 0, device, progress)
+    progress("counting", 0)
+    useful, padded, notes = useful_flops(next(iter(runs.values())).model, batches, bf16)
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    peaks = {"datasheet": mfu.datasheet_peak(device, dtype), "matmul": mfu.matmul_ceiling(device, dtype)}
+    record |= {"useful_flops": useful, "padded_flops": padded, "notes": notes, "peak_flops": peaks}
+    for name, run in runs.items():
+        row = record["timing"][name]
+        row["samples_per_s"] = config.batch / row["median_s"]
+        row["useful_tflops"] = useful / row["median_s"] / 1e12
+        row["mfu"] = {k: useful / row["median_s"] / p for k, p in peaks.items() if p}
+        row["peak_memory_gib"] = round(run.peak / 2**30, 3) if run.peak else None
+        if profile:
+            progress(f"{name}, profile", 0)
+            row["breakdown_s"] = _breakdown.of_step(partial(run, 0), device)
+    record["largest_loss_difference"] = loss_difference(runs)
+    if "gemopt" in runs:
+        report = runs["gemopt"].compiled.report  # type: ignore[attr-defined]
+        record["rewrites"], record["rejections"] = len(report.rewrites), len(report.rejections)
+        record["steps_packed"], record["steps_padded"] = report.steps_packed, report.steps_padded
+    return record
+
+
+def start(
+    work: Any,
+    contestants: Sequence[str],
+    batches: list[Batch],
+    device: str,
+    precision: str,
+    progress: Callable[[str, int], None],
+) -> tuple[dict[str, Contestant], dict[str, str]]:
+    """Compile and warm up, one after the other; those that do not fit are left out, with the reason."""
+    runs: dict[str, Contestant] = {}
+    failed: dict[str, str] = {}
+    for name in contestants:
+        run = None
+        try:
+            run = Contestant(work, name, batches, device, precision)
+            for i in range(WARMUP):
+                progress(f"{name}, warm-up", i)
+                run(i)
+            run.peak = 0.0  # compilation may need more
+            runs[name] = run
+        except torch.cuda.OutOfMemoryError:
+            failed[name] = "out of memory"
+        if name in failed:
+            del run
+            gc.collect()
+            torch.cuda.empty_cache()
+    return runs, failed
+
+
+def loss_difference(runs: dict[str, Contestant]) -> float | None:
+    """Largest difference between gemopt's losses and the others' over the steps."""
+    if "gemopt" not in runs:
+        return None
+    ours = runs["gemopt"].losses
+    return max((abs(a - b) for r in runs.values() for a, b in zip(r.losses, ours, strict=False)), default=None)
+
+
+def table(records: Sequence[dict[str, Any]]) -> Table:
+    view = Table("", "contestant", "ms", "samples/s", "peak GiB", "useful TFLOP/s", "of datasheet", "of matmul")
+    for record in records:
+        title = Config(**record["config"]).title()
+        for name in CONTESTANTS:
+            if name in record["failed"]:
+                view.add_row(title, NAMES[name], record["failed"][name])
+            elif name in record.get("timing", {}):
+                row = record["timing"][name]
+                share = {k: f"{x:.1%}" for k, x in row["mfu"].items()}
+                memory = "-" if row["peak_memory_gib"] is None else f"{row['peak_memory_gib']:.1f}"
+                speed = (f"{row['median_s'] * 1e3:,.0f}", f"{row['samples_per_s']:,.0f}", memory)
+                view.add_row(
+                    title, NAMES[name], *speed, f"{row['useful_tflops']:.3g}", share.get("datasheet", "-"), share["matmul"]
+                )
+    return view
+
+
+def grid(options: argparse.Namespace) -> list[Config]:
+    cuda = options.device.startswith("cuda")
+    sizes = options.config or (["base", "large"] if cuda else ["small"])
+    lengths = options.max_len or ([1024, 2048] if cuda else [256])
+    precision = options.precision or ("bf16" if cuda else "fp32")
+    batch = options.batch or (1024 if cuda else 32)
+    return [
+        Config(options.model, size, options.data or size, length, batch, options.fill, precision)
+        for size, length in itertools.product(sizes, lengths)
+    ]
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--device", default="cpu")
+    p.add_argument("--model", default="gem", choices=tuple(zoo.MODELS))
+    p.add_argument("--config", nargs="+", help="default: small on a CPU, base and large on a GPU")
+    p.add_argument("--data", help="size of the synthetic data whose features and events are used (default: the config's)")
+    p.add_argument("--max-len", nargs="+", type=int, help="default: 256 on a CPU, 1024 and 2048 on a GPU")
+    p.add_argument("--batch", type=int, help="samples a step (default: 32 on a CPU, 1024 on a GPU)")
+    p.add_argument("--fit", action="store_true", help="halve the batch until torch.compile and gemopt fit")
+    p.add_argument("--fill", type=float, default=0.5)
+    p.add_argument("--precision", choices=("fp32", "bf16"))
+    p.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=CONTESTANTS)
+    p.add_argument("--steps", type=int, default=7, help="timed steps of each contestant")
+    p.add_argument("--profile", action="store_true", help="record and plot where the time goes, by kernel family")
+    p.add_argument("--out", type=Path, help="folder for the results instead of bench/results")
+    p.add_argument("--no-save", action="store_true", help="print only")
+    return p
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parser().parse_args(arguments)
+    if options.out:
+        options.out.mkdir(parents=True, exist_ok=True)
+        _harness.RESULTS = options.out
+    console, records = Console(), []
+    for config in grid(options):
+        while True:
+            torch._dynamo.reset()
+            gc.collect()
+            with console.status(config.title()) as status:
+
+                def show(name: str, i: int, status: Any = status, title: str = config.title()) -> None:
+                    status.update(f"{title}: {name}, step {i}")
+
+                record = measure(config, options.steps, options.contestants, options.device, options.profile, show)
+            records.append(record)
+            brief = {name: row["median_s"] for name, row in record.get("timing", {}).items()}
+            console.print(f"{config.title()}: {json.dumps(brief)} {record['failed']}", highlight=False)
+            if not options.no_save:  # after each: an interrupted run keeps what it has
+                path = _harness.record_results("gem", [record], options.device)
+            if options.fit and {"compile", "gemopt"} & set(record["failed"]) and config.batch > 1:
+                config = replace(config, batch=config.batch // 2)
+                continue
+            break
+    console.print(table(records))
+    if not options.no_save:
+        console.print(f"written: {path}")
+        if options.profile:
+            console.print(f"written: {_breakdown.plot(records, NAMES, path.with_suffix('.png'))}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

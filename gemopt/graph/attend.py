@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from gemopt import ops
-from gemopt.graph.attention import Joined, Site, atoms, score_slots
+from gemopt.graph.attention import LEAK, Joined, Site, atoms, score_slots
 from gemopt.graph.layout import Side
 from gemopt.graph.prologue import TermWriter
 from gemopt.graph.slots import Exprs, Info, expr_of, is_tensor
@@ -68,6 +68,8 @@ class _Attention:
             out = e.call(ops.jagged_attention, q, k, v, *self._bounds(), **options)
             if site.post_scale != 1.0:
                 out = e.call(aten.mul.Tensor, out, site.post_scale)
+        elif site.score == "leaky_relu" and site.slope != LEAK:
+            out = self._leaky(q, k, v, options)
         else:
             out = e.call(ops.gdpa, q, k, v, *self._bounds(), activation=site.score, post_scale=site.post_scale, **options)
         for factor in site.factors:
@@ -76,6 +78,15 @@ class _Attention:
         if value != self.dtype or site.factors:
             out = e.call(aten._to_copy.default, out, dtype=value)
         return self._shaped(out)
+
+    def _leaky(self, q: fx.Node, k: fx.Node, v: fx.Node, options: dict[str, Any]) -> fx.Node:
+        """A slope that no kernel has: ``leaky(s) = (1 - slope) relu(s) + slope s``."""
+        site, e = self.site, self.e
+        parts = [
+            e.call(ops.gdpa, q, k, v, *self._bounds(), activation=name, post_scale=site.post_scale * share, **options)
+            for name, share in (("relu", 1 - site.slope), ("identity", site.slope))
+        ]
+        return e.call(aten.add.Tensor, *parts)
 
     # ------------------------------------------------------------ operands
 

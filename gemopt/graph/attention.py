@@ -26,6 +26,8 @@ from gemopt.graph.terms import Term
 # exp() of anything 104 below the row maximum is 0 in fp32, so a finite fill acts as -inf while scores stay this far above.
 EXP_UNDERFLOW = 104.0
 
+LEAK = 0.01  # the slope of leaky_relu that kernels have
+
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "identity": lambda x: x,
     "relu": F.relu,
@@ -111,6 +113,7 @@ class Site:
     sizes: tuple[sympy.Expr, ...] = ()  # of the score slots
     widths: sympy.Expr = sympy.S.Zero  # Dqk + Dv
     score: str = "softmax"
+    slope: float = LEAK  # of a leaky_relu
     post_scale: float = 1.0
     biases: tuple[Joined, ...] = ()
     factors: tuple[Joined, ...] = ()

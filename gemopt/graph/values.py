@@ -114,7 +114,7 @@ class Values:
 
 
 def weights_rows(node: fx.Node) -> bool:
-    """A float input ``[batch, length]``, both of unknown size: what loaders make of masks. Where it is 0, so is a product."""
+    """A float input ``[batch, length]``, both of unknown size: what loaders make of masks."""
     value = node.meta["val"]
     unknown = value.ndim == 2 and all(isinstance(s, torch.SymInt) and not s.node.expr.is_number for s in value.shape)
     return node.op == "placeholder" and unknown and not value.requires_grad

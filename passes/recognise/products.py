@@ -201,7 +201,7 @@ def _assemble(walk: Walk, inner: Product, outer: Product, weights: Access, value
         out=out, q=q.operand, k=k_operand, v=v_operand, q_exprs=q.exprs, k_exprs=k_exprs, v_exprs=v_exprs,
         out_slots=out_slots, query=query, key=key, mask=mask, scale=walk.scale, dropout=walk.dropout, fill=walk.fill,
         spelling=f"{op_name(inner.node)} -> {walk.score} -> {op_name(out)}", score_dtype=inner.node.meta["val"].dtype,
-        interior=tuple(dict.fromkeys(interior)), score=walk.score, post_scale=walk.post_scale, sizes=sizes,
+        interior=tuple(dict.fromkeys(interior)), score=walk.score, slope=walk.slope, post_scale=walk.post_scale, sizes=sizes,
         widths=widths(q.exprs, known.info(q.operand), out_slots, known.info(out)),
         biases=tuple(walk.biases), factors=tuple(walk.factors), q_factors=tuple(walk.q_factors),
     )  # fmt: skip

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from gemopt.graph import terms as t
-from gemopt.graph.attention import Joined, atoms
+from gemopt.graph.attention import LEAK, Joined, atoms
 from gemopt.graph.facts import Analysis
 from gemopt.graph.slots import Access, Exprs, is_tensor, nodes_in, op_name
 from gemopt.graph.terms import Term
@@ -49,6 +49,7 @@ class Walk:
     sizes: tuple[sympy.Expr, ...]  # of the score slots
     key: int
     score: str = ""  # "" until the score function is met
+    slope: float = LEAK  # of a leaky_relu
     mask: Term = t.TRUE
     weight_mask: Term = t.TRUE  # conjuncts met after the score function
     scale: float = 1.0

@@ -26,7 +26,6 @@ ACTIVATIONS = {
     "aten.clamp": "",
     "aten.clamp_min": "",
 }
-_LEAKY_SLOPE = 0.01
 
 
 def step_weights(walk: Walk) -> bool:
@@ -143,9 +142,7 @@ def _score_function(walk: Walk) -> bool:
     if name == "aten.gelu" and argument(node, "approximate") == "tanh":
         activation = "gelu_tanh"
     if name == "aten.leaky_relu":
-        if argument(node, "negative_slope") != _LEAKY_SLOPE:
-            raise NoMatch(node, f"leaky_relu with a slope other than {_LEAKY_SLOPE}")
-        activation = "leaky_relu"
+        activation, walk.slope = "leaky_relu", float(argument(node, "negative_slope"))
     if name in ("aten.clamp", "aten.clamp_min") and argument(node, "min") == 0 and argument(node, "max") is None:
         activation = "relu"
     if activation is not None:

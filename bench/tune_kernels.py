@@ -34,11 +34,14 @@ CANDIDATES: dict[str, list[dict[str, Any]]] = {
         {"parts": 2, "keys": 128, "stages": 2, "q_registers": True},
         {"parts": 2, "keys": 128, "stages": 2, "early_wait": False},
         {"parts": 3, "keys": 64, "stages": 3, "registers": 160},
+        {"parts": 2, "keys": 64, "stages": 4, "ordered": True},
+        {"parts": 2, "keys": 64, "stages": 4, "q_registers": True, "group": 2},
+        {"parts": 3, "keys": 64, "stages": 4, "registers": 160, "group": 4},
     ],
     "query_side": [{"rows": 64, "stages": 2, "x_stages": x, "early_wait": early} for x in (1, 2) for early in (True, False)],
     "key_side": [{"rows": 64, "stages": s, "early_wait": early} for s in (2, 3) for early in (True, False)],
     "fused": [{"rows": 64, "stages": 2, "early_wait": early} for early in (True, False)],
-    "backward": [{"form": "two"}, {"form": "fused"}],
+    "backward": [{"form": "two"}, {"form": "fused"}, *({"form": "owner", "otherwise": x} for x in ("two", "fused"))],
 }
 FORM_OF = {"query_side": "two", "key_side": "two", "fused": "fused"}
 

@@ -75,6 +75,11 @@ def _backward(
     from gemopt.kernels.triton import jagged_attention as portable
 
     if spec.block_size and lse is not None and blocks.refusal(q, k, v, spec) is None:
+        if is_hopper(q):
+            from gemopt.kernels.gluon import blocks as hopper_blocks
+
+            if hopper_blocks.refusal(q, k, v, spec) is None:
+                return *hopper_blocks.backward(dout, q, k, v, lse, spec), None
         return *blocks.backward(dout, q, k, v, lse, spec), None
     if is_hopper(q) and not bias_grad:
         from gemopt.kernels.gluon import attention as hopper

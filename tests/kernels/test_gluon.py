@@ -13,11 +13,14 @@ import pytest
 import torch
 
 from tests.ops.attention_cases import OPS, Case, check, draw, run
+from tests.ops.test_pffn import check as check_pffn
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("needs triton", allow_module_level=True)
 
 from gemopt.kernels.gluon import attention as hopper
+from gemopt.kernels.gluon import blocks as hopper_blocks
+from gemopt.kernels.gluon import table
 from gemopt.kernels.spec import ACTIVATIONS
 from gemopt.kernels.triton import block_attention as blocks
 from gemopt.ops import gdpa, jagged_attention
@@ -52,11 +55,11 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Names of the launches of these kernels during the test."""
     calls: list[str] = []
 
-    def note(module: Any, name: str) -> None:
+    def note(module: Any, name: str, called: str = "") -> None:
         original: Callable[..., Any] = getattr(module, name)
 
         def noted(*args: Any, **kwargs: Any) -> Any:
-            calls.append(name)
+            calls.append(called or name)
             return original(*args, **kwargs)
 
         monkeypatch.setattr(module, name, noted)
@@ -65,13 +68,18 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         note(hopper.launch, name)
     note(blocks, "forward")
     note(blocks, "backward")
+    note(hopper_blocks, "backward", "hopper backward")
     yield calls
 
 
-@pytest.fixture(params=["fused", "two"])
+@pytest.fixture(params=["owner", "fused", "two"])
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Both forms of the backward, whatever the table says."""
-    monkeypatch.setattr(hopper.table, "backward_form", lambda shape, deterministic: request.param)
+    """Every form of the backward, whatever the table says; "owner" has no windows."""
+
+    def chosen(shape: table.Shape, *unused: bool) -> str:
+        return "fused" if request.param == "owner" and shape.band else request.param
+
+    monkeypatch.setattr(hopper.table, "backward_form", chosen)
     return request.param
 
 
@@ -93,6 +101,8 @@ SOFTMAX_CASES = {
     "all empty but one": Case((0, 0, 5, 0), (0, 7, 0, 0), d=64, spare=1),
     "no keys": Case((3, 2), (0, 0), d=64, spare=2),
     "no queries": Case((0, 0), (3, 2), d=64, spare=2),
+    "many key tiles": Case((70, 700, 300, 0), (700, 300, 64, 40), d=128, spare=70),
+    "many key tiles, GQA": Case((70, 700, 300, 0), (700, 300, 64, 40), heads=4, kv_heads=2, d=64, spare=1),
 }
 GDPA_CASES = {
     **{f"{name}": Case(EDGES, OTHER, d=64, op="gdpa", kwargs={"activation": name, "scale": 0.2}) for name in ACTIVATIONS},
@@ -112,6 +122,15 @@ GDPA_CASES = {
     ),
     "short keys": Case((130, 5, 64), (128, 128, 128), d=128, op="gdpa", kwargs={"activation": "gelu", "scale": 0.1}),
     "head_dim 32": Case(EDGES, d=32, op="gdpa", kwargs={"activation": "gelu_tanh", "scale": 0.2}),
+    "many key tiles": Case(
+        (70, 700, 300, 0), (700, 300, 64, 40), d=128, op="gdpa", spare=70, kwargs={"activation": "gelu", "scale": 0.1}
+    ),
+}
+FORWARDS = {
+    "two tiles": {"parts": 2, "keys": 64, "stages": 4, "group": 2, "q_registers": True},
+    "four tiles": {"parts": 3, "keys": 64, "stages": 4, "group": 4, "registers": 160},
+    "in turn": {"parts": 2, "keys": 64, "stages": 4, "ordered": True},
+    "two tiles in turn": {"parts": 3, "keys": 64, "stages": 3, "group": 2, "registers": 160, "ordered": True},
 }
 
 
@@ -120,7 +139,7 @@ GDPA_CASES = {
 @pytest.mark.parametrize("name", SOFTMAX_CASES)
 def test_softmax(name: str, dtype: torch.dtype, form: str, taken: list[str]) -> None:
     check(SOFTMAX_CASES[name], dtype, "cuda")
-    expected = ["run_forward", "run_fused"] if form == "fused" else ["run_forward", "run_side", "run_side"]
+    expected = ["run_forward", "run_fused"] if form != "two" else ["run_forward", "run_side", "run_side"]
     assert taken == expected
 
 
@@ -129,7 +148,28 @@ def test_softmax(name: str, dtype: torch.dtype, form: str, taken: list[str]) -> 
 @pytest.mark.parametrize("name", GDPA_CASES)
 def test_gdpa(name: str, dtype: torch.dtype, form: str, taken: list[str]) -> None:
     check(GDPA_CASES[name], dtype, "cuda")
-    assert "run_forward" in taken and ("run_fused" if form == "fused" else "run_side") in taken
+    assert "run_forward" in taken and ("run_fused" if form != "two" else "run_side") in taken
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("config", FORWARDS)
+def test_forward_forms(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups of query tiles whose keys fit the ring (at most 256) and whose keys do not, and consumers in turn."""
+    chosen = hopper.launch.ForwardConfig(**FORWARDS[config])
+    monkeypatch.setattr(hopper.table, "forward_config", lambda shape: chosen)
+    lengths = ((700, 1, 500, 0, 385, 128, 384), (256, 200, 300, 5, 0, 64, 1000))
+    for d in (64, 128):
+        check(Case(*lengths, d=d, spare=3, op="gdpa", kwargs={"activation": "gelu", "scale": 0.1}), BF16, "cuda")
+        check(Case(*lengths, d=d, spare=3), BF16, "cuda")
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_pffn(dtype: torch.dtype, form: str, taken: list[str]) -> None:
+    """The residuals inside the block, in every form of the backward, with sequences that have no keys."""
+    check_pffn([130, 0, 1, 65, 300], [128, 7, 0, 0, 300], 3, 128, dtype, "cuda")
+    check_pffn([70, 3], [300, 257], 4, 64, dtype, "cuda")
+    assert taken.count("run_forward") == 2
 
 
 @pytest.mark.usefixtures("poison")
@@ -146,23 +186,27 @@ def test_blocks(block: int, causal: bool, taken: list[str]) -> None:
     for case in (
         Case(EDGES, d=128, op="block_attention", spare=3),
         Case(EDGES, d=64, dv=40, heads=4, kv_heads=2, op="block_attention", kwargs={}),
+        Case((*EDGES, 700), d=32, heads=3, kv_heads=3, op="block_attention", spare=70),
     ):
         check(replace(case, kwargs={"block_size": block, "causal": causal}), BF16, "cuda")
-    assert taken == ["forward", "backward"] * 2
+    own = "hopper backward" if block <= 64 else "backward"
+    assert taken == ["forward", own, "forward", "backward", "forward", own]
 
 
-@pytest.mark.parametrize("form_of", ["two", "fused"])
+@pytest.mark.parametrize("form_of", ["two", "owner", "fused"])
 @pytest.mark.parametrize("op", ["jagged_attention", "gdpa"])
 def test_reruns_are_equal_bit_by_bit(op: str, form_of: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hopper.table, "backward_form", lambda shape, deterministic: form_of)
-    kwargs = {"activation": "gelu", "scale": 0.1} if op == "gdpa" else {"causal": True}
+    monkeypatch.setattr(hopper.table, "backward_form", lambda *unused: form_of)
+    kwargs: dict[str, Any] = {"causal": True} if form_of != "owner" else {}
+    if op == "gdpa":
+        kwargs = {"activation": "gelu", "scale": 0.1}
     inputs = draw(Case((700, 0, 300, 64), d=128, op=op, kwargs=kwargs), BF16)
     function = gdpa if op == "gdpa" else jagged_attention
     first = run(function, inputs, BF16, "cuda")
     for _ in range(10):
         again = run(function, inputs, BF16, "cuda")
         for name in first:
-            if form_of == "two" or name != "dq":
+            if form_of != "fused" or name != "dq":
                 assert torch.equal(first[name], again[name]), name
 
 

@@ -14,21 +14,24 @@ if importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRE
     pytest.skip("needs compiled triton", allow_module_level=True)
 
 from gemopt.kernels.gluon import aot, launch, scores, table
+from gemopt.kernels.gluon import blocks as hopper_blocks
 from gemopt.kernels.gluon.backward import attention_backward
 from gemopt.kernels.gluon.forward import attention_forward
 from gemopt.kernels.gluon.fused import attention_backward_fused
+from gemopt.kernels.spec import AttentionSpec
 from gemopt.kernels.triton import block_attention as blocks
 from gemopt.kernels.triton.tiles import TileList
 
 SHARED_MEMORY = 232_448  # bytes a program may use on sm_90
 # Bytes of spill stores and loads together, all roles. The fused backward keeps 128 accumulators beside two score tiles; its
 # mask adds to that, and so does the forward's at head_dim 256 (40). Measured, it is still the fastest form there.
-SPILLS = {"forward": 64, "query_side": 0, "key_side": 320, "fused": 1024}
+SPILLS = {"forward": 64, "query_side": 0, "key_side": 320, "fused": 1024, "owner": 1024}
 KERNELS = {
     "forward": attention_forward,
     "query_side": attention_backward,
     "key_side": attention_backward,
     "fused": attention_backward_fused,
+    "owner": attention_backward_fused,
 }
 
 
@@ -44,8 +47,9 @@ def arguments(kernel: str, config: dict[str, Any], d: int, call: launch.Call, dt
     if kernel == "forward":
         return launch.forward_arguments(q, k, v, dout, floats, tiles, call, launch.ForwardConfig(**config))
     cfg = launch.SideConfig(**config)
-    if kernel == "fused":
-        return launch.fused_arguments((k, v), (q, dout), (k, v), floats, floats, tiles, call, cfg)
+    if kernel in ("fused", "owner"):
+        dq = q if kernel == "owner" else None
+        return launch.fused_arguments((k, v), (q, dout), (k, v), floats, dq, floats, tiles, call, cfg)
     key_side = kernel == "key_side"
     x, y = ((k, v), (q, dout)) if key_side else ((q, dout), (k, v))
     return launch.side_arguments(x, y, x, floats, tiles, call, cfg, key_side)
@@ -93,7 +97,7 @@ def test_table_gives_every_kernel_a_configuration() -> None:
                 for longest in (1, 64, 192, 2048):
                     shape = table.Shape(d, softmax, band, longest, longest)
                     assert table.forward_config(shape) is not None
-                    assert table.backward_form(shape, deterministic=True) == "two"
+                    assert table.backward_form(shape, True, False) == "two"
                     for kernel in ("query_side", "key_side", "fused"):
                         assert table.side_config(kernel, shape) is not None
 
@@ -101,7 +105,7 @@ def test_table_gives_every_kernel_a_configuration() -> None:
 def test_table_refuses_other_head_dims() -> None:
     shape = table.Shape(40, True, False, 64, 64)
     assert table.forward_config(shape) is None
-    assert table.backward_form(shape, False) is None
+    assert table.backward_form(shape, False, False) is None
 
 
 @pytest.mark.slow
@@ -122,3 +126,29 @@ def test_block_kernels_do_not_spill(kernel: Any, d: int, capability: int) -> Non
             values["maxnreg"] = 168  # as launched
     found = aot.compile_kernel(kernel, values, capability)
     assert found.spilled <= (256 if "maxnreg" in values else 0), f"{found.spilled} bytes spilled"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("d", hopper_blocks.HEAD_DIMS)
+def test_hopper_block_backward_compiles(d: int, causal: bool) -> None:
+    offsets = torch.tensor([0, 256])
+    spec = AttentionSpec(
+        offsets, offsets, 256, 256, 0.1, causal, False, (-1, -1), None, None, 0.0, None, block_size=64
+    )  # fmt: skip
+    q, k, v, dout, *grads = tensors(d, torch.bfloat16, 7)
+    tiles = (torch.zeros(8, 8, dtype=torch.int32), torch.zeros(1, dtype=torch.int32))
+    call = hopper_blocks.backward_arguments(dout, q, k, v, torch.zeros(256, 2), tuple(grads), spec, *tiles)
+    found = aot.compile_kernel(hopper_blocks.block_backward, call)
+    assert found.spilled == 0 and found.shared <= SHARED_MEMORY and not found.warnings
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize("softmax", [False, True])
+def test_owner_form_compiles(softmax: bool, add: bool) -> None:
+    """The backward that owns whole sequences, with the configurations of the fused one."""
+    row = next(r for r in table.rows() if r["kernel"] == "fused" and r.get("softmax", softmax) == softmax)
+    call = launch.Call(0 if softmax else scores.code("gelu", torch.bfloat16), 0.1, add_q=add)
+    found = aot.compile_kernel(KERNELS["owner"], arguments("owner", row["config"], 128, call, torch.bfloat16))
+    assert found.spilled <= SPILLS["owner"] and found.shared <= SHARED_MEMORY and not found.warnings

@@ -12,7 +12,7 @@ from torch import Tensor
 from gemopt.kernels.gluon import launch, scores, table
 from gemopt.kernels.gluon.launch import Call
 from gemopt.kernels.spec import SOFTMAX, AttentionSpec
-from gemopt.kernels.triton.tiles import tile_list
+from gemopt.kernels.triton.tiles import sequence_list, tile_list
 
 MAX_ROWS = 1 << 30  # of a ragged descriptor
 
@@ -53,7 +53,7 @@ def _unsupported_shape(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, bac
     if max(q.shape[0], k.shape[0]) >= MAX_ROWS:
         return f"needs fewer than 2^30 rows, got {max(q.shape[0], k.shape[0])}"
     shape = shape_of(q, spec)
-    if table.forward_config(shape) is None or (backward and table.backward_form(shape, False) is None):
+    if table.forward_config(shape) is None or (backward and table.backward_form(shape, False, False) is None):
         return f"has no configuration for {shape}"
     return None
 
@@ -93,7 +93,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, add_q: bool = 
     assert cfg is not None
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty((q.shape[0] if spec.softmax else 0, heads), dtype=torch.float32, device=q.device)
-    tiles = tile_list(spec.q_offsets, spec.k_offsets, q.shape[0], cfg.parts * launch.M)
+    tiles = tile_list(spec.q_offsets, spec.k_offsets, q.shape[0], cfg.parts * launch.M * cfg.group)
     for name, first, size in runs(spec, heads):
         own, shared = slice(first, first + size), slice(first // sharing, (first + size) // sharing)
         call = call_of(name, spec, q.dtype, add_q)
@@ -111,34 +111,51 @@ def backward(
     spec: AttentionSpec,
     add_q: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v; add_q as in the forward. `torch.use_deterministic_algorithms` selects the form without atomic additions."""
+    """Gradients of q, k and v; add_q as in the forward.
+
+    `torch.use_deterministic_algorithms` leaves out the form that adds dQ in any order.
+    """
     dout, q, k, v = (launch.rows_of(x) for x in (dout, q, k, v))
     heads, sharing = q.shape[1], q.shape[1] // k.shape[1]
     shape = shape_of(q, spec)
-    form = table.backward_form(shape, torch.are_deterministic_algorithms_enabled())
-    fused = form == "fused"
+    form = table.backward_form(shape, torch.are_deterministic_algorithms_enabled(), balanced(q, k, spec))
     grads = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     dq = grads[0]
-    if fused:
-        dq = dout.float() if add_q else torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     stats = dout  # a pointer that nobody reads, unless softmax
     if spec.softmax:
         assert out is not None and lse is not None
         stats = launch.statistics(launch.rows_of(out), dout, lse, spec.scale)
-    q_tiles = k_tiles = tile_list(spec.k_offsets, spec.q_offsets, k.shape[0], 2 * launch.M)
-    if not fused:
-        q_tiles = tile_list(spec.q_offsets, spec.k_offsets, q.shape[0], 2 * launch.M)
+    sums = dq  # fp32 where dQ is summed in memory
+    if form == "owner":
+        sums = torch.empty(q.shape, dtype=torch.float32, device=q.device)
+        q_tiles = k_tiles = sequence_list(spec.k_offsets, spec.q_offsets, k.shape[0], q.shape[0])
+    else:
+        q_tiles = k_tiles = tile_list(spec.k_offsets, spec.q_offsets, k.shape[0], 2 * launch.M)
+        if form == "two":
+            q_tiles = tile_list(spec.q_offsets, spec.k_offsets, q.shape[0], 2 * launch.M)
+        else:
+            sums = dout.float() if add_q else torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     for name, first, size in runs(spec, heads):
         own, shared = slice(first, first + size), slice(first // sharing, (first + size) // sharing)
         call = call_of(name, spec, q.dtype, add_q)
         x, y = (k[:, shared], v[:, shared]), (q[:, own], dout[:, own])
         dkdv = grads[1][:, shared], grads[2][:, shared]
-        if fused:
-            launch.run_fused(x, y, dkdv, dq[:, own], stats, k_tiles, call, _side("fused", shape))
-        else:
+        if form == "two":
             launch.run_side(y, x, (dq[:, own], dq[:, own]), stats, q_tiles, call, _side("query_side", shape), False)
             launch.run_side(x, y, dkdv, stats, k_tiles, call, _side("key_side", shape), True)
-    return (dq.to(q.dtype) if fused else dq), grads[1], grads[2]
+        else:
+            target = dq[:, own] if form == "owner" else None
+            launch.run_fused(x, y, dkdv, sums[:, own], target, stats, k_tiles, call, _side("fused", shape))
+    return (sums.to(q.dtype) if form == "fused" else dq), grads[1], grads[2]
+
+
+def balanced(q: Tensor, k: Tensor, spec: AttentionSpec) -> bool:
+    """Whether whole sequences are fine enough a division of the work: at least four a program, the longest at most a quarter
+    of a program's share. Sums of products are not known here; the product of mean lengths stands in for their mean."""
+    sequences = spec.q_offsets.shape[0] - 1
+    rounds = sequences * k.shape[1] / launch.programs(q.device.index or 0)
+    mean = q.shape[0] * k.shape[0] / max(sequences, 1) ** 2
+    return rounds >= 4 and spec.max_q * spec.max_k <= rounds * mean / 4
 
 
 def _side(kernel: str, shape: table.Shape) -> launch.SideConfig:

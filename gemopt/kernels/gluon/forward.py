@@ -8,6 +8,10 @@ For a tile of PARTS·64 queries, over key tiles j of ROWS_K rows:
 The producer warp copies Q, K, V; each consumer warpgroup owns 64 query rows and keeps S (ROWS_K columns) and O (DV
 columns) in registers. Q K_jᵀ is issued before P_{j-1} V_{j-1}, so the tensor cores work on the older product while the
 score function is applied to the newer scores. The output is staged in the query buffer and stored by TMA.
+
+A work item is GROUP consecutive query tiles of one sequence. Where its keys fit the ring (at most STAGES tiles, as in a PFFN),
+they are loaded once and stay for all of them: consumers release them in the last one. ORDERED makes the consumers issue
+their products in turn, so that the score function of one runs under the products of the other.
 FLOPs 4·H·D·Σ q_i·k_i; bytes: q, k, v and out once, k and v again for every further query tile (from L2 as a rule).
 """
 
@@ -20,7 +24,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from gemopt.kernels.gluon.parts import Band, as_matrix, load_tile, new_ring, skip_items, store_rows, zero_if_empty
+from gemopt.kernels.gluon.parts import (
+    Band,
+    as_matrix,
+    load_tile,
+    new_order,
+    new_ring,
+    skip_items,
+    store_rows,
+    zero_if_empty,
+)
 from gemopt.kernels.gluon.scores import FAR, SOFTMAX, units, vanishes
 
 M = gl.constexpr(64)  # query rows of one warpgroup: one wgmma tile
@@ -28,22 +41,41 @@ LN2 = gl.constexpr(0.6931471805599453)
 
 
 @gluon.jit
-def produce(q_desc, k_desc, v_desc, q, k, v, tiles, count, heads, sharing, band, D: gl.constexpr, DV: gl.constexpr):
-    """The copying warp: the queries of each tile, then its keys and values."""
+def query_tiles(first, q_len, ROWS_Q: gl.constexpr, GROUP: gl.constexpr):
+    """Query tiles of a work item that starts at row `first`: GROUP, or those that are left."""
+    return gl.minimum((q_len - first + ROWS_Q - 1) // ROWS_Q, GROUP)
+
+
+@gluon.jit
+def produce(
+    q_desc, k_desc, v_desc, q, k, v, tiles, count, heads, sharing, band,
+    D: gl.constexpr, DV: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
+    """The copying warp: the queries of each tile, then its keys and values, unless they are there already."""
     ROWS_K: gl.constexpr = k_desc.block_type.shape[2]
     item = 0
     turn = 0
     for t in range(gl.program_id(0), gl.load(count) * heads, gl.num_programs(0)):
         head = t % heads
         first, q_start, q_len, k_start, k_len = load_tile(tiles, t // heads)
-        q.load(q_desc, turn, q_start, q_len, first, head * D)
-        turn += 1
         low, n = band.span(first, q.PARTS * M, q_len, k_len, ROWS_K)
         kv_head = head // sharing
-        for j in range(n):
-            k.load(k_desc, item, k_start, k_len, low + j * ROWS_K, kv_head * D)
-            v.load(v_desc, item, k_start, k_len, low + j * ROWS_K, kv_head * DV)
-            item += 1
+        if GROUP == 1:
+            q.load(q_desc, turn, q_start, q_len, first, head * D)
+            turn += 1
+            for j in range(n):
+                k.load(k_desc, item, k_start, k_len, low + j * ROWS_K, kv_head * D)
+                v.load(v_desc, item, k_start, k_len, low + j * ROWS_K, kv_head * DV)
+                item += 1
+        else:
+            groups = query_tiles(first, q_len, q.PARTS * M, GROUP)
+            for g in range(groups):
+                q.load(q_desc, turn, q_start, q_len, first + g * (q.PARTS * M), head * D)
+                turn += 1
+                for j in range(gl.where((g > 0) & (n <= k.STAGES), 0, n)):
+                    k.load(k_desc, item, k_start, k_len, low + j * ROWS_K, kv_head * D)
+                    v.load(v_desc, item, k_start, k_len, low + j * ROWS_K, kv_head * DV)
+                    item += 1
 
 
 @gluon.jit
@@ -76,10 +108,11 @@ def weights(s, top, total, x, y, q_len, k_len, scale, band, ACT: gl.constexpr):
 
 @gluon.jit
 def attend(
-    q_box, q, k, v, item, low, n, x, q_start, q_len, k_len, lse_ptr, heads, head, scale, prescale, out_scale, band,
-    D: gl.constexpr, DV: gl.constexpr, ACT: gl.constexpr, ADD_Q: gl.constexpr, EARLY_WAIT: gl.constexpr, Q_REGISTERS: gl.constexpr,
+    q_box, q, k, v, order, part: gl.constexpr, step, item, free, low, n, x, q_start, q_len, k_len, lse_ptr, heads, head, scale,
+    prescale, out_scale, band, D: gl.constexpr, DV: gl.constexpr, ACT: gl.constexpr, ADD_Q: gl.constexpr,
+    EARLY_WAIT: gl.constexpr, Q_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Output of 64 queries, left in their buffer; uses up the key tiles `item : item + n`."""
+    """Output of 64 queries, left in their buffer; reads the key tiles `item : item + n`, and uses them up if `free`."""
     ROWS_K: gl.constexpr = k.data.shape[3]
     dtype: gl.constexpr = q.data.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS_K, 16])
@@ -94,20 +127,24 @@ def attend(
     total = gl.zeros([M], gl.float32, gl.SliceLayout(1, s_layout))
     acc = gl.zeros([M, DV], gl.float32, o_layout)
     k.wait_full(item)
+    order.take(part, step)
     started = warpgroup_mma(queries, as_matrix(k.box(item)).permute([1, 0]), zero, use_acc=False, is_async=True)
+    order.give(part)
     s = warpgroup_mma_wait(0, [started])
-    k.release(item)
+    k.release(item, free)
     if prescale != 1.0:
         s = s * prescale
     p32, top, total, decay = weights(s, top, total, x, low, q_len, k_len, scale, band, ACT)
     p = gl.convert_layout(p32.to(dtype), p_layout)
     for j in range(1, n):
         k.wait_full(item + 1)
+        order.take(part, step + j)
         started = warpgroup_mma(queries, as_matrix(k.box(item + 1)).permute([1, 0]), zero, use_acc=False, is_async=True)
         v.wait_full(item)
         adding = warpgroup_mma(p, as_matrix(v.box(item)), acc, is_async=True)
+        order.give(part)
         s = warpgroup_mma_wait(1, [started])
-        k.release(item + 1)
+        k.release(item + 1, free)
         if prescale != 1.0:
             s = s * prescale
         p32, top, total, decay = weights(s, top, total, x, low + j * ROWS_K, q_len, k_len, scale, band, ACT)
@@ -117,15 +154,17 @@ def attend(
             # the product above most of the score function, which then no longer overlaps with it.
             v.wait_full(item)
         acc, p = warpgroup_mma_wait(0, [adding, p])
-        v.release(item)
+        v.release(item, free)
         if ACT == SOFTMAX:
             acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, o_layout))[:, None]
         p = next_p
         item += 1
     v.wait_full(item)
+    order.take(part, step + n)
     adding = warpgroup_mma(p, as_matrix(v.box(item)), acc, is_async=True)
+    order.give(part)
     acc = warpgroup_mma_wait(0, [adding])
-    v.release(item)
+    v.release(item, free)
     if ACT == SOFTMAX:
         sums = gl.where(total == 0.0, 1.0, total)
         acc = acc / gl.convert_layout(sums, gl.SliceLayout(1, o_layout))[:, None]
@@ -141,32 +180,41 @@ def attend(
 
 @gluon.jit
 def consume(
-    part: gl.constexpr, out_desc, lse_ptr, q, k, v, tiles, count, heads, scale, prescale, out_scale, band,
-    D: gl.constexpr, DV: gl.constexpr, ACT: gl.constexpr, ADD_Q: gl.constexpr, EARLY_WAIT: gl.constexpr, Q_REGISTERS: gl.constexpr,
+    part: gl.constexpr, out_desc, lse_ptr, q, k, v, order, tiles, count, heads, scale, prescale, out_scale, band,
+    D: gl.constexpr, DV: gl.constexpr, ACT: gl.constexpr, ADD_Q: gl.constexpr, EARLY_WAIT: gl.constexpr,
+    Q_REGISTERS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """A multiplying warpgroup: query rows `part * 64` and on of each tile."""
     item = 0
     turn = 0
+    step = 0
     for t in range(gl.program_id(0), gl.load(count) * heads, gl.num_programs(0)):
         head = t % heads
         first, q_start, q_len, _, k_len = load_tile(tiles, t // heads)
-        x = first + part * M
         low, n = band.span(first, q.PARTS * M, q_len, k_len, k.data.shape[3])
-        q.wait_full(turn)
-        if x < q_len:
-            q_box = q.box(turn, part)
-            attend(
-                q_box, q, k, v, item, low, n, x, q_start, q_len, k_len, lse_ptr, heads, head, scale, prescale, out_scale, band,
-                D, DV, ACT, ADD_Q, EARLY_WAIT, Q_REGISTERS,
-            )  # fmt: skip
-            fence_async_shared()
-            store_rows(out_desc, q_box, q_start, q_len, x, head * DV)
-            tma.store_wait(0)
-        else:
-            skip_items(k, v, item, n)
-        item += n
-        q.release(turn)
-        turn += 1
+        groups = query_tiles(first, q_len, q.PARTS * M, GROUP)
+        for g in range(groups):
+            x = first + (g * q.PARTS + part) * M
+            last = (g == groups - 1) | (n > k.STAGES)
+            q.wait_full(turn)
+            if x < q_len:
+                q_box = q.box(turn, part)
+                attend(
+                    q_box, q, k, v, order, part, step, item, last, low, n, x, q_start, q_len, k_len, lse_ptr, heads, head, scale,
+                    prescale, out_scale, band, D, DV, ACT, ADD_Q, EARLY_WAIT, Q_REGISTERS,
+                )  # fmt: skip
+                fence_async_shared()
+                store_rows(out_desc, q_box, q_start, q_len, x, head * DV)
+                tma.store_wait(0)
+            else:  # only in the last tile of a sequence
+                order.skip(part, step)
+                for i in range(n):
+                    skip_items(k, v, item + i, 1)
+                    order.skip(part, step + 1 + i)
+            item += gl.where(last, n, 0)
+            step += n + 1
+            q.release(turn)
+            turn += 1
 
 
 @gluon.jit(do_not_specialize=["heads", "sharing", "before", "after"])
@@ -193,6 +241,8 @@ def attention_forward(
     AFTER: gl.constexpr,
     BOTTOM_RIGHT: gl.constexpr,
     PARTS: gl.constexpr,
+    GROUP: gl.constexpr,
+    ORDERED: gl.constexpr,
     STAGES: gl.constexpr,
     Q_STAGES: gl.constexpr,
     EARLY_WAIT: gl.constexpr,
@@ -204,25 +254,27 @@ def attention_forward(
     q = new_ring(q_desc, Q_STAGES, PARTS, PARTS)
     k = new_ring(k_desc, STAGES, 1, PARTS)
     v = new_ring(v_desc, STAGES, 1, PARTS)
+    order = new_order(PARTS, ORDERED)
     fence_async_shared()
+    gl.static_assert(GROUP == 1 or not (BEFORE or AFTER), "the tiles of a group share their keys")
     band = Band(before, after, BEFORE, AFTER, BOTTOM_RIGHT, ACT == SOFTMAX, False)
     # fmt: off
     if PARTS == 1:
         gl.warp_specialize([
-            (consume, (gl.constexpr(0), out_desc, lse_ptr, q, k, v, tiles, count, heads, scale, prescale, out_scale, band, D, DV, ACT, ADD_Q, EARLY_WAIT, Q_REGISTERS)),
-            (produce, (q_desc, k_desc, v_desc, q, k, v, tiles, count, heads, sharing, band, D, DV)),
+            (consume, (gl.constexpr(0), out_desc, lse_ptr, q, k, v, order, tiles, count, heads, scale, prescale, out_scale, band, D, DV, ACT, ADD_Q, EARLY_WAIT, Q_REGISTERS, GROUP)),
+            (produce, (q_desc, k_desc, v_desc, q, k, v, tiles, count, heads, sharing, band, D, DV, GROUP)),
         ], [1], [24])
     elif PARTS == 2:
         gl.warp_specialize([
-            (consume, (gl.constexpr(0), out_desc, lse_ptr, q, k, v, tiles, count, heads, scale, prescale, out_scale, band, D, DV, ACT, ADD_Q, EARLY_WAIT, Q_REGISTERS)),
-            (consume, (gl.constexpr(1), out_desc, lse_ptr, q, k, v, tiles, count, heads, scale, prescale, out_scale, band, D, DV, ACT, ADD_Q, EARLY_WAIT, Q_REGISTERS)),
-            (produce, (q_desc, k_desc, v_desc, q, k, v, tiles, count, heads, sharing, band, D, DV)),
+            (consume, (gl.constexpr(0), out_desc, lse_ptr, q, k, v, order, tiles, count, heads, scale, prescale, out_scale, band, D, DV, ACT, ADD_Q, EARLY_WAIT, Q_REGISTERS, GROUP)),
+            (consume, (gl.constexpr(1), out_desc, lse_ptr, q, k, v, order, tiles, count, heads, scale, prescale, out_scale, band, D, DV, ACT, ADD_Q, EARLY_WAIT, Q_REGISTERS, GROUP)),
+            (produce, (q_desc, k_desc, v_desc, q, k, v, tiles, count, heads, sharing, band, D, DV, GROUP)),
         ], [4, 1], [REGISTERS, 24])
     else:
         gl.warp_specialize([
-            (consume, (gl.constexpr(0), out_desc, lse_ptr, q, k, v, tiles, count, heads, scale, prescale, out_scale, band, D, DV, ACT, ADD_Q, EARLY_WAIT, Q_REGISTERS)),
-            (consume, (gl.constexpr(1), out_desc, lse_ptr, q, k, v, tiles, count, heads, scale, prescale, out_scale, band, D, DV, ACT, ADD_Q, EARLY_WAIT, Q_REGISTERS)),
-            (consume, (gl.constexpr(2), out_desc, lse_ptr, q, k, v, tiles, count, heads, scale, prescale, out_scale, band, D, DV, ACT, ADD_Q, EARLY_WAIT, Q_REGISTERS)),
-            (produce, (q_desc, k_desc, v_desc, q, k, v, tiles, count, heads, sharing, band, D, DV)),
+            (consume, (gl.constexpr(0), out_desc, lse_ptr, q, k, v, order, tiles, count, heads, scale, prescale, out_scale, band, D, DV, ACT, ADD_Q, EARLY_WAIT, Q_REGISTERS, GROUP)),
+            (consume, (gl.constexpr(1), out_desc, lse_ptr, q, k, v, order, tiles, count, heads, scale, prescale, out_scale, band, D, DV, ACT, ADD_Q, EARLY_WAIT, Q_REGISTERS, GROUP)),
+            (consume, (gl.constexpr(2), out_desc, lse_ptr, q, k, v, order, tiles, count, heads, scale, prescale, out_scale, band, D, DV, ACT, ADD_Q, EARLY_WAIT, Q_REGISTERS, GROUP)),
+            (produce, (q_desc, k_desc, v_desc, q, k, v, tiles, count, heads, sharing, band, D, DV, GROUP)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])
     # fmt: on

@@ -1,13 +1,18 @@
-"""Warp-specialised backward on sm_90 in one kernel: five products, dQ added up by TMA in fp32.
+"""Warp-specialised backward on sm_90 in one kernel: five products.
 
 As `key_side` of backward.py, a tile owns 128 keys, 64 for each of two warpgroups, and walks over the queries:
 
     Sᵀ = K Qᵀ,  dPᵀ = V dOᵀ,  dV += Pᵀ dO,  dK += dSᵀ Q,  dQ_tile = dS K
 
 dQ_tile needs the dS of both warpgroups. Each stores its half in shared memory and, one step later, multiplies both
-halves with its own half of K's columns, and adds the result to the fp32 dQ in global memory with TMA's reduction. The
-order of these additions is not fixed, so dQ of sequences with more than two key tiles may differ in its last bits from
-run to run; dK and dV do not.
+halves with its own half of K's columns, which gives its half of dQ_tile's columns. Where dQ is summed has two forms:
+
+- tile by tile: each dQ_tile is added to fp32 zeros in global memory with TMA's reduction, and the caller casts the sum.
+  The order of the additions is not fixed, so dQ of sequences with more than two key tiles may differ in its last bits from
+  run to run; dK and dV do not.
+- OWNER: a program owns all keys of a sequence and head and visits their tiles in order. It stores the first partial sum,
+  adds the middle ones, and completes the last in registers, in the dtype of dQ: no zeros, no cast, and the same bits in
+  every run. One key tile needs no fp32 sum at all. For batches of many sequences, without window or causal mask.
 
 dS lives in a ring of four slots without `empty` barriers: a warpgroup that stores dS of step i has seen the other's dS
 of step i - 2, and the other may still read that of step i - 3.
@@ -24,12 +29,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.core import _aggregate as aggregate
 
 from gemopt.kernels.gluon.backward import produce, weights_and_slopes
 from gemopt.kernels.gluon.parts import (
+    RECORD,
     ROWS,
     Band,
     as_matrix,
+    load_rows,
     load_tile,
     new_columns,
     new_ring,
@@ -62,19 +70,154 @@ def start_query_gradient(part: gl.constexpr, keys, slots, ready, turn, step, zer
     return warpgroup_mma(slots.index(slot * 2 + 1).permute([1, 0]), lower, started, is_async=True)
 
 
+@aggregate
+class Sum:
+    """Where dQ goes: `total` is the fp32 sum; `final` (in dQ's dtype) and `base` (dO, if ADD) are for OWNER alone."""
+
+    total: tma.tensor_descriptor
+    final: tma.tensor_descriptor
+    base: tma.tensor_descriptor
+    stage: gl.shared_memory_descriptor
+    loaded: gl.shared_memory_descriptor
+    OWNER: gl.constexpr
+    ADD: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, total, final, base, stage, loaded, OWNER, ADD):
+        self.total = total
+        self.final = final
+        self.base = base
+        self.stage = stage
+        self.loaded = loaded
+        self.OWNER = gl.constexpr(OWNER)
+        self.ADD = gl.constexpr(ADD)
+
+    @gluon.jit
+    def wide(self, part: gl.constexpr):
+        return self.stage.index(part)
+
+    @gluon.jit
+    def narrow(self, part: gl.constexpr):
+        """The same memory as a box of `final`."""
+        return self.stage.index(part)._reinterpret(self.final.dtype, self.final.block_type.shape, self.final.layout)
+
+    @gluon.jit
+    def fetch(self, part: gl.constexpr, first, last, start, length, row, column):
+        """Start loading what the next `put` adds to, if anything. Returns how many loads that makes."""
+        loads = 0
+        if self.OWNER:
+            bar = self.loaded.index(part)
+            if last and not first:
+                tma.store_wait(0)
+                mbarrier.expect(bar, self.total.block_type.nbytes)
+                load_rows(self.total, self.wide(part), bar, start, length, row, column)
+                loads = 1
+            if self.ADD:
+                if first:
+                    tma.store_wait(0)
+                    mbarrier.expect(bar, self.base.block_type.nbytes)
+                    load_rows(self.base, self.narrow(part), bar, start, length, row, column)
+                    loads = 1
+        return loads
+
+    @gluon.jit
+    def put(self, part: gl.constexpr, dq, first, last, loads, start, length, row, column):
+        """dQ_tile at rows `row` and on; `loads` counts all of this warpgroup's `fetch`, this one's included."""
+        tma.store_wait(0)  # the box has been read
+        if self.OWNER:
+            bar = self.loaded.index(part)
+            if last and not first:
+                mbarrier.wait(bar, (loads - 1) & 1)
+                dq = dq + as_matrix(self.wide(part)).load(dq.type.layout)
+            if self.ADD:
+                if first:
+                    mbarrier.wait(bar, (loads - 1) & 1)
+                    dq = dq + as_matrix(self.narrow(part)).load(dq.type.layout).to(gl.float32)
+            if last:
+                as_matrix(self.narrow(part)).store(dq.to(self.final.dtype))
+                fence_async_shared()
+                store_rows(self.final, self.narrow(part), start, length, row, column)
+            else:
+                as_matrix(self.wide(part)).store(dq)
+                fence_async_shared()
+                if first:
+                    store_rows(self.total, self.wide(part), start, length, row, column)
+                else:
+                    _reduce_add(self.total, [ROWS, start + length, ROWS - length + row, column], self.wide(part))
+        else:
+            as_matrix(self.wide(part)).store(dq)
+            fence_async_shared()
+            _reduce_add(self.total, [ROWS, start + length, ROWS - length + row, column], self.wide(part))
+
+    @gluon.jit
+    def blank(self, part: gl.constexpr, loads, start, length, heads, column, width, layout: gl.constexpr):
+        """dQ of `length` rows that see no key: dO if ADD, else 0. Returns how many loads that made."""
+        rows: gl.constexpr = self.final.block_type.shape[2]
+        columns: gl.constexpr = self.final.block_type.shape[3]
+        box = self.narrow(part)
+        tma.store_wait(0)
+        if not self.ADD:
+            as_matrix(box).store(gl.zeros([rows, columns], self.final.dtype, layout))
+            fence_async_shared()
+        n = (length + rows - 1) // rows
+        for i in range(n * heads):
+            row = (i % n) * rows
+            at = column + (i // n) * width
+            if self.ADD:
+                tma.store_wait(0)
+                bar = self.loaded.index(part)
+                mbarrier.expect(bar, self.base.block_type.nbytes)
+                load_rows(self.base, box, bar, start, length, row, at)
+                mbarrier.wait(bar, (loads + i) & 1)
+                fence_async_shared()
+            store_rows(self.final, box, start, length, row, at)
+        return n * heads if self.ADD else n * 0
+
+
 @gluon.jit
-def add_query_gradient(part: gl.constexpr, dq_desc, stage, dq, q_start, q_len, row, column):
-    """Add the tile to rows `row` and on of dQ."""
-    box = stage.index(part)
-    tma.store_wait(0)  # the last addition has read the box
-    as_matrix(box).store(dq)
-    fence_async_shared()
-    _reduce_add(dq_desc, [ROWS, q_start + q_len, ROWS - q_len + row, column + part * dq.shape[1]], box)
+def _settle(x):
+    """Wait until this thread's bulk stores and additions are in global memory, where its next loads find them. Gives x."""
+    return gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; fence.proxy.async; mov.b32 $0, $1;",
+        "=r,r,~{memory}",
+        [x],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def produce_owned(
+    x1_desc, x2_desc, y1_desc, y2_desc, x1, x2, y1, y2, columns, stats, q_rows, tiles, count, heads, sharing, band,
+    D: gl.constexpr, DV: gl.constexpr, ACT: gl.constexpr,
+):  # fmt: skip
+    """The copying warp of OWNER: for every key tile of a sequence and key head, all its queries."""
+    ROWS_Y: gl.constexpr = y1_desc.block_type.shape[2]
+    item = 0
+    turn = 0
+    for t in range(gl.program_id(0), gl.load(count) * heads, gl.num_programs(0)):
+        head = t % heads
+        _, x_start, x_len, y_start, y_len = load_tile(tiles, t // heads)
+        _, n = band.span(0, x1.PARTS * M, x_len, y_len, ROWS_Y)
+        for first in range(0, x_len, x1.PARTS * M):
+            x1.load(x1_desc, turn, x_start, x_len, first, head * D)
+            x2.load(x2_desc, turn, x_start, x_len, first, head * DV)
+            turn += 1
+            for step in range(n * sharing):
+                y_head = head * sharing + step // n
+                row = (step % n) * ROWS_Y
+                y1.load(y1_desc, item, y_start, y_len, row, y_head * D)
+                y2.load(y2_desc, item, y_start, y_len, row, y_head * DV)
+                if ACT == SOFTMAX:
+                    lse = stats + y_head.to(gl.int64) * q_rows + y_start
+                    columns.fill(item, lse, lse + (heads * sharing).to(gl.int64) * q_rows, row, y_len, float("-inf"))
+                item += 1
 
 
 @gluon.jit
 def consume(
-    part: gl.constexpr, dq_desc, dk_desc, dv_desc, x1, x2, y1, y2, columns, slots, ready, stage, tiles, count, heads, sharing,
+    part: gl.constexpr, sums, dk_desc, dv_desc, x1, x2, y1, y2, columns, slots, ready, tiles, count, heads, sharing,
     scale, prescale, ds_scale, dv_scale, band, D: gl.constexpr, DV: gl.constexpr, ACT: gl.constexpr,
     EARLY_WAIT: gl.constexpr,
 ):  # fmt: skip
@@ -86,82 +229,98 @@ def consume(
     q_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D // 2, 16])
     zero = gl.zeros([M, ROWS_Q], gl.float32, s_layout)
     zero_q = gl.zeros([ROWS_Q, D // 2], gl.float32, q_layout)
+    half: gl.constexpr = part * (D // 2)
     item = 0
     turn = 0
+    loads = 0
     for t in range(gl.program_id(0), gl.load(count) * heads, gl.num_programs(0)):
         head = t % heads
-        first, k_start, k_len, q_start, q_len = load_tile(tiles, t // heads)
-        x = first + part * M
-        low, n = band.span(first, x1.PARTS * M, k_len, q_len, ROWS_Q)
-        dk = gl.zeros([M, D], gl.float32, k_layout)
-        dv = gl.zeros([M, DV], gl.float32, v_layout)
-        v_box = x2.box(turn, part)
-        k = as_matrix(x1.box(turn, part))
-        v = as_matrix(v_box)
-        x1.wait_full(turn)
-        x2.wait_full(turn)
-        y = low
-        q_head = head * sharing
-        for step in range(n * sharing):
-            last_y = y
-            last_head = q_head
-            y = low + (step % n) * ROWS_Q
-            q_head = head * sharing + step // n
-            s0 = zero
-            dp0 = zero
-            if ACT == SOFTMAX:
-                lse, delta = columns.read(item, gl.SliceLayout(0, s_layout))
-                s0 = placed(lse[None, :], zero)
-                dp0 = placed(delta[None, :], zero)
-            y1.wait_full(item)
-            y2.wait_full(item)
-            s_ = warpgroup_mma(k, as_matrix(y1.box(item)).permute([1, 0]), s0, use_acc=ACT == SOFTMAX, is_async=True)
-            dp_ = warpgroup_mma(v, as_matrix(y2.box(item)).permute([1, 0]), dp0, use_acc=ACT == SOFTMAX, is_async=True)
-            if EARLY_WAIT:
-                s = warpgroup_mma_wait(1, [s_])
-                p32, slope = weights_and_slopes(s, x, y, k_len, q_len, scale, prescale, band, ACT)
-                p = gl.convert_layout(p32.to(dtype), gl.DotOperandLayout(0, v_layout, 2))
-                y2.wait_full(item)  # completed: ends the basic block (see forward.py)
-                dp = warpgroup_mma_wait(0, [dp_])
-            else:
-                s, dp = warpgroup_mma_wait(0, [s_, dp_])
-                p32, slope = weights_and_slopes(s, x, y, k_len, q_len, scale, prescale, band, ACT)
-                p = gl.convert_layout(p32.to(dtype), gl.DotOperandLayout(0, v_layout, 2))
-            ds16 = (slope * dp).to(dtype)
-            slots.index((item % SLOTS) * 2 + part).store(ds16)
+        begin, k_start, k_len, q_start, q_len = load_tile(tiles, t // heads)
+        end = begin + 1
+        if sums.OWNER:
+            end = k_len
+            unseen = gl.load(tiles + (t // heads) * RECORD + 6)
+            if unseen > 0:
+                loads += sums.blank(part, loads, q_start, unseen, sharing, head * sharing * D + half, D, q_layout)
+        for first in range(begin, end, x1.PARTS * M):
+            first_sum = first == 0
+            last_sum = first + x1.PARTS * M >= k_len
+            x = first + part * M
+            low, n = band.span(first, x1.PARTS * M, k_len, q_len, ROWS_Q)
+            dk = gl.zeros([M, D], gl.float32, k_layout)
+            dv = gl.zeros([M, DV], gl.float32, v_layout)
+            v_box = x2.box(turn, part)
+            k = as_matrix(x1.box(turn, part))
+            v = as_matrix(v_box)
+            x1.wait_full(turn)
+            x2.wait_full(turn)
+            y = low
+            q_head = head * sharing
+            for step in range(n * sharing):
+                last_y = y
+                last_head = q_head
+                y = low + (step % n) * ROWS_Q
+                q_head = head * sharing + step // n
+                if step > 0:
+                    loads += sums.fetch(part, first_sum, last_sum, q_start, q_len, last_y, last_head * D + half)
+                s0 = zero
+                dp0 = zero
+                if ACT == SOFTMAX:
+                    lse, delta = columns.read(item, gl.SliceLayout(0, s_layout))
+                    s0 = placed(lse[None, :], zero)
+                    dp0 = placed(delta[None, :], zero)
+                y1.wait_full(item)
+                y2.wait_full(item)
+                s_ = warpgroup_mma(k, as_matrix(y1.box(item)).permute([1, 0]), s0, use_acc=ACT == SOFTMAX, is_async=True)
+                dp_ = warpgroup_mma(v, as_matrix(y2.box(item)).permute([1, 0]), dp0, use_acc=ACT == SOFTMAX, is_async=True)
+                if EARLY_WAIT:
+                    s = warpgroup_mma_wait(1, [s_])
+                    p32, slope = weights_and_slopes(s, x, y, k_len, q_len, scale, prescale, band, ACT)
+                    p = gl.convert_layout(p32.to(dtype), gl.DotOperandLayout(0, v_layout, 2))
+                    y2.wait_full(item)  # completed: ends the basic block (see forward.py)
+                    dp = warpgroup_mma_wait(0, [dp_])
+                else:
+                    s, dp = warpgroup_mma_wait(0, [s_, dp_])
+                    p32, slope = weights_and_slopes(s, x, y, k_len, q_len, scale, prescale, band, ACT)
+                    p = gl.convert_layout(p32.to(dtype), gl.DotOperandLayout(0, v_layout, 2))
+                ds16 = (slope * dp).to(dtype)
+                slots.index((item % SLOTS) * 2 + part).store(ds16)
+                fence_async_shared()
+                mbarrier.arrive(ready.index(item % SLOTS), count=1)
+                ds = gl.convert_layout(ds16, gl.DotOperandLayout(0, k_layout, 2))
+                # The last step's dQ goes first: while it is stored, dV and dK are computed.
+                if step > 0:
+                    started = start_query_gradient(part, x1, slots, ready, turn, item - 1, zero_q)
+                    dv_ = warpgroup_mma(p, as_matrix(y2.box(item)), dv, is_async=True)
+                    dk_ = warpgroup_mma(ds, as_matrix(y1.box(item)), dk, is_async=True)
+                    dq = warpgroup_mma_wait(2, [started]) * ds_scale
+                    sums.put(part, dq, first_sum, last_sum, loads, q_start, q_len, last_y, last_head * D + half)
+                    dv, dk, p, ds = warpgroup_mma_wait(0, [dv_, dk_, p, ds])
+                else:
+                    dv_ = warpgroup_mma(p, as_matrix(y2.box(item)), dv, is_async=True)
+                    dk_ = warpgroup_mma(ds, as_matrix(y1.box(item)), dk, is_async=True)
+                    dv, dk, p, ds = warpgroup_mma_wait(0, [dv_, dk_, p, ds])
+                y1.release(item)
+                y2.release(item)
+                item += 1
+            loads += sums.fetch(part, first_sum, last_sum, q_start, q_len, y, q_head * D + half)
+            started = start_query_gradient(part, x1, slots, ready, turn, item - 1, zero_q)
+            dq = warpgroup_mma_wait(0, [started]) * ds_scale
+            x1.release(turn)
+            sums.put(part, dq, first_sum, last_sum, loads, q_start, q_len, y, q_head * D + half)
+            # K is read by both warpgroups until their last dQ; V's box is this warpgroup's own, so both gradients leave by it.
+            v.store(zero_if_empty(dv * dv_scale, q_len).to(dtype))
             fence_async_shared()
-            mbarrier.arrive(ready.index(item % SLOTS), count=1)
-            ds = gl.convert_layout(ds16, gl.DotOperandLayout(0, k_layout, 2))
-            # The last step's dQ goes first: while it is stored, dV and dK are computed.
-            if step > 0:
-                started = start_query_gradient(part, x1, slots, ready, turn, item - 1, zero_q)
-                dv_ = warpgroup_mma(p, as_matrix(y2.box(item)), dv, is_async=True)
-                dk_ = warpgroup_mma(ds, as_matrix(y1.box(item)), dk, is_async=True)
-                dq = warpgroup_mma_wait(2, [started])
-                add_query_gradient(part, dq_desc, stage, dq * ds_scale, q_start, q_len, last_y, last_head * D)
-                dv, dk, p, ds = warpgroup_mma_wait(0, [dv_, dk_, p, ds])
-            else:
-                dv_ = warpgroup_mma(p, as_matrix(y2.box(item)), dv, is_async=True)
-                dk_ = warpgroup_mma(ds, as_matrix(y1.box(item)), dk, is_async=True)
-                dv, dk, p, ds = warpgroup_mma_wait(0, [dv_, dk_, p, ds])
-            y1.release(item)
-            y2.release(item)
-            item += 1
-        started = start_query_gradient(part, x1, slots, ready, turn, item - 1, zero_q)
-        dq = warpgroup_mma_wait(0, [started])
-        add_query_gradient(part, dq_desc, stage, dq * ds_scale, q_start, q_len, y, q_head * D)
-        # K is read by both warpgroups until their last dQ; V's box is this warpgroup's own, so both gradients leave by it.
-        v.store(zero_if_empty(dv * dv_scale, q_len).to(dtype))
-        fence_async_shared()
-        store_rows(dv_desc, v_box, k_start, k_len, x, head * DV)
-        tma.store_wait(0)
-        v.store(zero_if_empty(dk * ds_scale, q_len).to(dtype))
-        fence_async_shared()
-        store_rows(dk_desc, v_box, k_start, k_len, x, head * D)
-        tma.store_wait(0)
-        x1.release(turn)
-        x2.release(turn)
-        turn += 1
+            store_rows(dv_desc, v_box, k_start, k_len, x, head * DV)
+            tma.store_wait(0)
+            v.store(zero_if_empty(dk * ds_scale, q_len).to(dtype))
+            fence_async_shared()
+            store_rows(dk_desc, v_box, k_start, k_len, x, head * D)
+            tma.store_wait(0)
+            x2.release(turn)
+            turn += 1
+            if sums.OWNER:
+                turn = _settle(turn)
 
 
 @gluon.jit(do_not_specialize=["heads", "sharing", "before", "after", "q_rows"])
@@ -173,6 +332,8 @@ def attention_backward_fused(
     d1_desc,
     d2_desc,
     dq_desc,
+    final_desc,
+    base_desc,
     stats,
     q_rows,
     tiles,
@@ -188,6 +349,8 @@ def attention_backward_fused(
     D: gl.constexpr,
     DV: gl.constexpr,
     ACT: gl.constexpr,
+    OWNER: gl.constexpr,
+    ADD: gl.constexpr,
     BEFORE: gl.constexpr,
     AFTER: gl.constexpr,
     BOTTOM_RIGHT: gl.constexpr,
@@ -197,7 +360,10 @@ def attention_backward_fused(
     REGISTERS: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    """x = (K, V), y = (Q, dO), d = (dK, dV); dq_desc is over fp32 zeros. `heads` are the key heads; D == DV."""
+    """x = (K, V), y = (Q, dO), d = (dK, dV); `heads` are the key heads; D == DV.
+
+    dq_desc is over an fp32 sum, zeros unless OWNER; final_desc is over dQ and base_desc over dO (OWNER with ADD).
+    """
     PARTS: gl.constexpr = 2
     ROWS_Q: gl.constexpr = y1_desc.block_type.shape[2]
     x1 = new_ring(x1_desc, X_STAGES, PARTS, PARTS)
@@ -207,6 +373,12 @@ def attention_backward_fused(
     columns = new_columns(STAGES, ROWS_Q)
     slots = gl.allocate_shared_memory(x1_desc.dtype, [SLOTS * 2, M, ROWS_Q], gl.NVMMASharedLayout(2 * ROWS_Q, 16, 2))
     stage = gl.allocate_shared_memory(gl.float32, [2] + dq_desc.block_type.shape, dq_desc.layout)
+    loaded = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(loaded.index(i), count=1)
+    sums = Sum(dq_desc, final_desc, base_desc, stage, loaded, OWNER, ADD)
+    gl.static_assert(not OWNER or not (BEFORE or AFTER), "every key tile meets all queries")
+    gl.static_assert(OWNER or not ADD, "the caller starts the sum from dO")
     ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(SLOTS):
         mbarrier.init(ready.index(i), count=PARTS)
@@ -214,9 +386,16 @@ def attention_backward_fused(
     # Keys past the end have weights exp2(0 - lse), which may be inf and would meet K's zeros in dQ.
     band = Band(before, after, BEFORE, AFTER, BOTTOM_RIGHT, False, ACT == SOFTMAX)
     # fmt: off
-    gl.warp_specialize([
-        (consume, (gl.constexpr(0), dq_desc, d1_desc, d2_desc, x1, x2, y1, y2, columns, slots, ready, stage, tiles, count, heads, sharing, scale, prescale, ds_scale, dv_scale, band, D, DV, ACT, EARLY_WAIT)),
-        (consume, (gl.constexpr(1), dq_desc, d1_desc, d2_desc, x1, x2, y1, y2, columns, slots, ready, stage, tiles, count, heads, sharing, scale, prescale, ds_scale, dv_scale, band, D, DV, ACT, EARLY_WAIT)),
-        (produce, (x1_desc, x2_desc, y1_desc, y2_desc, x1, x2, y1, y2, columns, stats, q_rows, tiles, count, heads, sharing, band, gl.constexpr(True), D, DV, ACT)),
-    ], [4, 1], [REGISTERS, 24])
+    if OWNER:
+        gl.warp_specialize([
+            (consume, (gl.constexpr(0), sums, d1_desc, d2_desc, x1, x2, y1, y2, columns, slots, ready, tiles, count, heads, sharing, scale, prescale, ds_scale, dv_scale, band, D, DV, ACT, EARLY_WAIT)),
+            (consume, (gl.constexpr(1), sums, d1_desc, d2_desc, x1, x2, y1, y2, columns, slots, ready, tiles, count, heads, sharing, scale, prescale, ds_scale, dv_scale, band, D, DV, ACT, EARLY_WAIT)),
+            (produce_owned, (x1_desc, x2_desc, y1_desc, y2_desc, x1, x2, y1, y2, columns, stats, q_rows, tiles, count, heads, sharing, band, D, DV, ACT)),
+        ], [4, 1], [REGISTERS, 24])
+    else:
+        gl.warp_specialize([
+            (consume, (gl.constexpr(0), sums, d1_desc, d2_desc, x1, x2, y1, y2, columns, slots, ready, tiles, count, heads, sharing, scale, prescale, ds_scale, dv_scale, band, D, DV, ACT, EARLY_WAIT)),
+            (consume, (gl.constexpr(1), sums, d1_desc, d2_desc, x1, x2, y1, y2, columns, slots, ready, tiles, count, heads, sharing, scale, prescale, ds_scale, dv_scale, band, D, DV, ACT, EARLY_WAIT)),
+            (produce, (x1_desc, x2_desc, y1_desc, y2_desc, x1, x2, y1, y2, columns, stats, q_rows, tiles, count, heads, sharing, band, gl.constexpr(True), D, DV, ACT)),
+        ], [4, 1], [REGISTERS, 24])
     # fmt: on

@@ -55,7 +55,8 @@ class Call:
 class ForwardConfig:
     """parts·64 queries and `keys` keys a tile, `stages` key tiles and `q_stages` query tiles in flight.
 
-    q_registers keeps the queries of a tile in registers instead of reading them from shared memory for every product.
+    A work item is `group` query tiles, whose keys stay in shared memory if they fit (only without a window or causal mask).
+    `ordered` consumers issue their products in turn. q_registers keeps the queries of a tile in registers instead of reading them from shared memory for every product.
     """
 
     parts: int = 2
@@ -65,6 +66,8 @@ class ForwardConfig:
     early_wait: bool = True
     q_registers: bool = False
     registers: int = 240
+    group: int = 1
+    ordered: bool = False
 
 
 @dataclass(frozen=True)
@@ -151,6 +154,8 @@ def forward_arguments(
         "ACT": call.act,
         "ADD_Q": call.add_q,
         "PARTS": cfg.parts,
+        "GROUP": cfg.group,
+        "ORDERED": cfg.ordered,
         "STAGES": cfg.stages,
         "Q_STAGES": cfg.q_stages,
         "EARLY_WAIT": cfg.early_wait,
@@ -255,16 +260,24 @@ def fused_arguments(
     y: tuple[Tensor, Tensor],
     grads: tuple[Tensor, Tensor],
     dq32: Tensor,
+    dq: Tensor | None,
     stats: Tensor,
     tiles: TileList,
     call: Call,
     cfg: SideConfig,
 ) -> dict[str, Any]:
-    """Arguments of `attention_backward_fused`; dq32 is fp32 zeros `[Tq, H, D]`."""
+    """Arguments of `attention_backward_fused`; dq32 is fp32 `[Tq, H, D]`: zeros, or anything if dq is given (OWNER)."""
     arguments = side_arguments(x, y, grads, stats, tiles, call, cfg, True)
-    for name in ("KEY_SIDE", "ADD"):
-        del arguments[name]
-    return arguments | {"dq_desc": descriptor(dq32, cfg.rows, dq32.shape[2] // 2)}
+    del arguments["KEY_SIDE"]
+    half, owner = dq32.shape[2] // 2, dq is not None
+    final = y[0] if dq is None else dq
+    return arguments | {
+        "dq_desc": descriptor(dq32, cfg.rows, half),
+        "final_desc": descriptor(final, cfg.rows, half),
+        "base_desc": descriptor(y[1], cfg.rows, half),
+        "OWNER": owner,
+        "ADD": owner and call.add_q,
+    }
 
 
 def run_fused(
@@ -272,11 +285,16 @@ def run_fused(
     y: tuple[Tensor, Tensor],
     grads: tuple[Tensor, Tensor],
     dq32: Tensor,
+    dq: Tensor | None,
     stats: Tensor,
     tiles: TileList,
     call: Call,
     cfg: SideConfig,
 ) -> None:
-    """The fused backward: fills grads (dK, dV) and adds to dq32, whose last bits may differ between runs."""
-    arguments = fused_arguments(x, y, grads, dq32, stats, tiles, call, cfg)
+    """The fused backward: fills grads (dK, dV).
+
+    Without dq it adds to dq32, whose last bits may differ between runs; `tiles` are key tiles. With dq it fills that, by way
+    of dq32, the same bits in every run; `tiles` are whole sequences.
+    """
+    arguments = fused_arguments(x, y, grads, dq32, dq, stats, tiles, call, cfg)
     attention_backward_fused[(programs(x[0].device.index or 0),)](**arguments)

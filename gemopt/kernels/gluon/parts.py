@@ -56,8 +56,9 @@ class Ring:
         mbarrier.wait(self.empty.index(i % self.STAGES), ((i // self.STAGES) & 1) ^ 1)
 
     @gluon.jit
-    def release(self, i):
-        mbarrier.arrive(self.empty.index(i % self.STAGES), count=1)
+    def release(self, i, free=True):
+        """Give item i back, if `free`."""
+        mbarrier.arrive(self.empty.index(i % self.STAGES), count=1, pred=free)
 
     @gluon.jit
     def load(self, desc, i, start, length, row, column):
@@ -91,6 +92,46 @@ def skip_items(first, second, item, n):
         first.release(i)
         second.wait_full(i)
         second.release(i)
+
+
+@aggregate
+class Order:
+    """Consumers take turns: the i-th step of one comes after the i-th of the one before, and after its own of i - 1."""
+
+    turns: gl.shared_memory_descriptor
+    PARTS: gl.constexpr
+    ORDERED: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, turns, PARTS, ORDERED):
+        self.turns = turns
+        self.PARTS = gl.constexpr(PARTS)
+        self.ORDERED = gl.constexpr(ORDERED)
+
+    @gluon.jit
+    def take(self, part: gl.constexpr, step):
+        if self.ORDERED:
+            first: gl.constexpr = 1 if part == 0 else 0  # the first consumer has the first turn without being given it
+            mbarrier.wait(self.turns.index(part), (step & 1) ^ first)
+
+    @gluon.jit
+    def give(self, part: gl.constexpr):
+        if self.ORDERED:
+            mbarrier.arrive(self.turns.index((part + 1) % self.PARTS), count=1)
+
+    @gluon.jit
+    def skip(self, part: gl.constexpr, step):
+        """Pass on a turn. One that skips a tile releases its items turn by turn: others wait for both."""
+        self.take(part, step)
+        self.give(part)
+
+
+@gluon.jit
+def new_order(PARTS: gl.constexpr, ORDERED: gl.constexpr):
+    turns = gl.allocate_shared_memory(gl.int64, [PARTS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(PARTS):
+        mbarrier.init(turns.index(i), count=1)
+    return Order(turns, PARTS, ORDERED)
 
 
 @aggregate

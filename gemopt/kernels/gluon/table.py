@@ -2,7 +2,8 @@
 
 A row holds conditions and a configuration. Conditions that a row leaves out hold always:
 
-    kernel      "forward", "query_side", "key_side", "fused" or "backward" (which form of it: `form`)
+    kernel      "forward", "query_side", "key_side", "fused" or "backward" (which form of it: `form`;
+                "owner" for many sequences, `otherwise` else)
     head_dim    list of head dims
     softmax     true for jagged_attention, false for gdpa
     band        whether a window or causal mask is set
@@ -72,9 +73,15 @@ def side_config(kernel: str, shape: Shape) -> SideConfig | None:
     return None if found is None else SideConfig(**found)
 
 
-def backward_form(shape: Shape, deterministic: bool) -> str | None:
-    """ "fused" or "two"; None: no form of the backward is for this shape."""
+def backward_form(shape: Shape, deterministic: bool, balanced: bool) -> str | None:
+    """ "owner", "fused" or "two"; None: no form of the backward is for this shape.
+
+    "owner" is for batches that are `balanced` sequence by sequence; its row names the form for others as `otherwise`.
+    """
     found = lookup("backward", shape)
     if found is None:
         return None
-    return "two" if deterministic else found["form"]
+    form = found["form"]
+    if form == "owner" and not balanced:
+        form = found["otherwise"]
+    return "two" if deterministic and form == "fused" else form

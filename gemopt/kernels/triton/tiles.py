@@ -6,6 +6,10 @@ length of the stationary rows, start and length of the streamed rows, sequence. 
 streamed side, then by sequence, then from the last tile to the first (the order of falling work under a causal mask).
 Programs take every n-th tile of the list, so any two differ by at most one tile's work (Graham's bound for sorted
 lists). Rows after the last offset belong to one more sequence with nothing to stream: its tiles write zeros.
+
+A list of whole sequences has one record for each that has any rows, ordered by the product of both lengths. Its seventh
+word counts the streamed rows that meet no stationary row (all of them, in a sequence without any; those after the last
+offset), whose results are nobody else's to write.
 """
 
 from dataclasses import dataclass
@@ -36,6 +40,24 @@ def _extent(offsets_ptr, b, batch, rows):
 
 
 @triton.jit
+def _tiles(x_len, y_len, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
+    """Records of a sequence."""
+    if WHOLE:
+        return tl.where((x_len > 0) | (y_len > 0), 1, 0)
+    else:
+        return tl.cdiv(x_len, BLOCK)
+
+
+@triton.jit
+def _key(x_len, y_len, WHOLE: tl.constexpr):
+    """What the order falls in. fp32: a product of lengths may pass 2^31, and its last digits do not matter."""
+    if WHOLE:
+        return x_len.to(tl.float32) * y_len.to(tl.float32)
+    else:
+        return y_len
+
+
+@triton.jit
 def build_tiles(
     x_offsets_ptr,
     y_offsets_ptr,
@@ -43,28 +65,32 @@ def build_tiles(
     count_ptr,
     batch,
     x_rows,
+    y_rows,
     capacity,
     BLOCK: tl.constexpr,
     SORT: tl.constexpr,
+    WHOLE: tl.constexpr,
     OWN: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
     """Grid: cdiv(batch + 1, OWN). Each program ranks OWN sequences against all and writes their tiles."""
     b = tl.program_id(0) * OWN + tl.arange(0, OWN)
     x_start, x_len = _extent(x_offsets_ptr, b, batch, x_rows)
-    y_start, y_len = _extent(y_offsets_ptr, b, batch, 0)
-    mine = tl.cdiv(x_len, BLOCK)
+    y_start, y_len = _extent(y_offsets_ptr, b, batch, y_rows if WHOLE else 0)
+    mine = _tiles(x_len, y_len, BLOCK, WHOLE)
+    key = _key(x_len, y_len, WHOLE)
     place = tl.zeros((OWN,), tl.int32)  # tiles before mine
     everything = tl.zeros((), tl.int32)
     for low in range(0, batch + 1, CHUNK):
         other = low + tl.arange(0, CHUNK)
         _, other_x = _extent(x_offsets_ptr, other, batch, x_rows)
-        _, other_y = _extent(y_offsets_ptr, other, batch, 0)
-        tiles = tl.cdiv(other_x, BLOCK)
+        _, other_y = _extent(y_offsets_ptr, other, batch, y_rows if WHOLE else 0)
+        tiles = _tiles(other_x, other_y, BLOCK, WHOLE)
         before = other[None, :] < b[:, None]
         if SORT:
-            longer = other_y[None, :] > y_len[:, None]
-            before = longer | ((other_y[None, :] == y_len[:, None]) & before)
+            other_key = _key(other_x, other_y, WHOLE)
+            longer = other_key[None, :] > key[:, None]
+            before = longer | ((other_key[None, :] == key[:, None]) & before)
         place += tl.sum(tl.where(before, tiles[None, :], 0), 1)
         everything += tl.sum(tiles)
     for m in range(tl.max(mine)):
@@ -75,7 +101,12 @@ def build_tiles(
         tl.store(to + 1, x_start, mask=keep)
         tl.store(to + 2, x_len, mask=keep)
         tl.store(to + 3, y_start, mask=keep)
-        tl.store(to + 4, y_len, mask=keep)
+        if WHOLE:
+            unseen = tl.where((b == batch) | (x_len == 0), y_len, 0)
+            tl.store(to + 4, tl.where(b == batch, 0, y_len), mask=keep)
+            tl.store(to + 6, unseen, mask=keep)
+        else:
+            tl.store(to + 4, y_len, mask=keep)
         tl.store(to + 5, b, mask=keep)
     if tl.program_id(0) == 0:
         tl.store(count_ptr, tl.minimum(everything, capacity))
@@ -86,8 +117,19 @@ def tile_list(x_offsets: Tensor, y_offsets: Tensor, x_rows: int, block: int, in_
 
     `in_order` lists sequence by sequence, for work that is equal in all tiles.
     """
+    return _build(x_offsets, y_offsets, x_rows, 0, block, in_order, False)
+
+
+def sequence_list(x_offsets: Tensor, y_offsets: Tensor, x_rows: int, y_rows: int) -> TileList:
+    """Whole sequences, with the sizes of both packed axes; `block` of the result is 0."""
+    return _build(x_offsets, y_offsets, x_rows, y_rows, 0, False, True)
+
+
+def _build(
+    x_offsets: Tensor, y_offsets: Tensor, x_rows: int, y_rows: int, block: int, in_order: bool, whole: bool
+) -> TileList:
     batch = x_offsets.shape[0] - 1
-    capacity = x_rows // block + batch + 1
+    capacity = batch + 1 if whole else x_rows // block + batch + 1
     records = torch.empty((capacity, 8), dtype=torch.int32, device=x_offsets.device)
     count = torch.empty(1, dtype=torch.int32, device=x_offsets.device)
     build_tiles[(triton.cdiv(batch + 1, OWN),)](
@@ -97,9 +139,11 @@ def tile_list(x_offsets: Tensor, y_offsets: Tensor, x_rows: int, block: int, in_
         count,
         batch,
         x_rows,
+        y_rows,
         capacity,
         BLOCK=block,
         SORT=batch <= SORTED_BATCH and not in_order,
+        WHOLE=whole,
         OWN=OWN,
         CHUNK=256,
         num_warps=4,

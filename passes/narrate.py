@@ -9,6 +9,7 @@ from torch import fx
 
 from gemopt.graph import cost
 from gemopt.graph import terms as t
+from gemopt.graph.attend import kernel_of
 from gemopt.graph.attention import Site
 from gemopt.graph.capture import Captured
 from gemopt.graph.layout import Layout
@@ -103,14 +104,15 @@ def report_plan(report: Any, captured: Captured, layout: Layout, plan: Plan, ver
     assumptions = tuple(b.text for b in plan.bits)
     for site in (s for o, s in layout.sites.items() if layout.attended(o)):
         sides = layout.sides[site.out]
-        kernel = "jagged_attention" if site.score == "softmax" else f"gdpa({site.score})"
+        kernel = kernel_of(site, sides)
+        blocks = f", in blocks of {sides.block}" if sides.block else ""
         notes = [*assumptions, *(["rows without a visible key give 0 and no gradient"] if site.score == "softmax" else [])]
         if site.fill > -float("inf"):
             notes.append(f"scores stay above {site.fill:g} + 104, so that masked keys get no weight")
         report.rewrite(
             site=site.out.name, rule="unpad attention", kernel=kernel, source=source_of(site.out),
             before=f"{site.spelling} on {list(map(str, shape_of(site.out)))}",
-            after=f"{kernel}: queries where {sides.queries.set}, keys where {sides.keys.set}",
+            after=f"{kernel}: queries where {sides.queries.set}, keys where {sides.keys.set}{blocks}",
             assumptions=tuple(notes), exactness="rounding" if not site.dropout else "distribution",
             reason="the other rows reach no output", verified=verified,
         )  # fmt: skip

@@ -109,7 +109,7 @@ def draft(
         return Draft(live, layout, None, blind)
     emitter = Emitter(gm, layout, regions(gm))
     packed = emitter.run()
-    pairs = [(s.queries.set, s.keys.set) for o, s in layout.sides.items() if layout.attended(o)]
+    pairs = [(s.queries.set, s.keys.set, s.block) for o, s in layout.sides.items() if layout.attended(o)]
     inside = {n for s in seeing for n in s.interior}  # there, `Live.sees_a_key` has settled it
     exists = [e for n, e in known.exists.items() if n not in inside]
     totals = row_totals(gm.graph, known.values)

@@ -18,7 +18,7 @@ from torch import fx
 
 from gemopt import ops
 from gemopt.graph.attention import LEAK, Joined, Site, atoms, score_slots
-from gemopt.graph.layout import Side
+from gemopt.graph.layout import Side, Sides
 from gemopt.graph.prologue import TermWriter
 from gemopt.graph.slots import Exprs, Info, expr_of, is_tensor
 from gemopt.graph.terms import TRUE
@@ -36,6 +36,20 @@ def attend(emitter: Emitter, site: Site) -> fx.Node:
     return _Attention(emitter, site).write()
 
 
+def in_blocks(site: Site, sides: Sides) -> bool:
+    """Whether `block_attention` says it: its blocks are counted in rows, so rows must be positions."""
+    band, rows = site.parts.band, sides.keys.set
+    same = sides.block is not None and sides.queries.set is rows and rows.prefix
+    return same and site.score == "softmax" and not site.dropout and band.left is None and band.right in (None, 0)
+
+
+def kernel_of(site: Site, sides: Sides) -> str:
+    """What a site becomes, for people."""
+    if in_blocks(site, sides):
+        return "block_attention"
+    return "jagged_attention" if site.score == "softmax" else f"gdpa({site.score})"
+
+
 def _owned(exprs: Exprs, site: Site) -> set[int]:
     return {a for e in exprs if e is not None for a in atoms(e, site.sizes) or ()}
 
@@ -44,7 +58,7 @@ class _Attention:
     def __init__(self, emitter: Emitter, site: Site) -> None:
         self.e, self.site = emitter, site
         sides = emitter.layout.sides[site.out]
-        self.queries, self.keys, self.dense = sides.queries, sides.keys, sides.dense
+        self.queries, self.keys, self.dense, self.block = sides.queries, sides.keys, sides.dense, sides.block
         sequences = {a for a in self.queries.axes[:-1] if a is not None}
         heads = sorted(site.batch - sequences)
         owned = [_owned(site.k_exprs, site), _owned(site.v_exprs, site)]
@@ -64,14 +78,17 @@ class _Attention:
         v = self._rows(site.v, site.v_exprs, self.keys, self.kv_heads, always=True)
         q, k, v = (self._cast(x, o) for x, o in ((q, site.q), (k, site.k), (v, site.v)))
         options = self._options()
-        if site.score == "softmax":
+        if in_blocks(site, e.layout.sides[site.out]):
+            offsets, longest = e.extras.offsets(self.keys.set), e.sizes[self.keys.set.sizes[-1]]
+            out = e.call(ops.block_attention, q, k, v, offsets, longest, self.block, **options)
+        elif site.score == "softmax":
             out = e.call(ops.jagged_attention, q, k, v, *self._bounds(), **options)
-            if site.post_scale != 1.0:
-                out = e.call(aten.mul.Tensor, out, site.post_scale)
         elif site.score == "leaky_relu" and site.slope != LEAK:
             out = self._leaky(q, k, v, options)
         else:
             out = e.call(ops.gdpa, q, k, v, *self._bounds(), activation=site.score, post_scale=site.post_scale, **options)
+        if site.score == "softmax" and site.post_scale != 1.0:
+            out = e.call(aten.mul.Tensor, out, site.post_scale)
         for factor in site.factors:
             out = self._times(out, factor)
         value = site.out.meta["val"].dtype
@@ -175,6 +192,8 @@ class _Attention:
 
     def _bounds(self) -> list[Any]:
         e = self.e
+        if self.block is not None:
+            return [*(e.extras.blocks(s.set, self.block) for s in (self.queries, self.keys)), self.block, self.block]
         return [
             self._offsets(self.queries), self._offsets(self.keys),
             e.sizes[self.queries.set.sizes[-1]], e.sizes[self.keys.set.sizes[-1]],

@@ -6,7 +6,8 @@
 *score slots*: the slots of the weights, of which ``query`` and ``key`` are the token axes and the others are batch axes
 (samples, heads). An operand need not have every batch axis: a key head may serve several query heads, and learned queries
 serve every sample. `Site.mask` is a predicate over the score slots; `Site.parts` sorts its conjuncts into a key mask, a
-query mask, a band ``-left <= key - query <= right``, and a rest that only a dense mask can express.
+query mask, a band ``-left <= key - query <= right``, blocks that see themselves alone, and a rest that only a dense mask
+can express.
 """
 
 from __future__ import annotations
@@ -70,6 +71,7 @@ class MaskParts:
     query: Term
     band: Band
     rest: Term = t.TRUE
+    block: int | None = None  # ⌊query / block⌋ = ⌊key / block⌋
 
 
 @dataclass(frozen=True)
@@ -161,6 +163,7 @@ def split_mask(mask: Term, query: int | None, key: int) -> MaskParts:
     rest: list[Term] = []
     left: int | None = None
     right: int | None = None
+    block: int | None = None
     for part in t.conjuncts(mask):
         if query not in part.slots:
             keys.append(part)
@@ -169,6 +172,10 @@ def split_mask(mask: Term, query: int | None, key: int) -> MaskParts:
         else:
             assert query is not None
             bound = _band(part, query, key)
+            size = _block(part, query, key)
+            if bound is None and size is not None and block in (None, size):
+                block = size
+                continue
             if bound is None:
                 rest.append(part)
                 continue
@@ -177,7 +184,21 @@ def split_mask(mask: Term, query: int | None, key: int) -> MaskParts:
                 right = width if right is None else min(right, width)
             else:
                 left = width if left is None else min(left, width)
-    return MaskParts(t.and_(*keys), t.and_(*queries), Band(left, right), t.and_(*rest))
+    return MaskParts(t.and_(*keys), t.and_(*queries), Band(left, right), t.and_(*rest), block)
+
+
+def same_block(query: int, key: int, block: int) -> Term:
+    """``⌊query / block⌋ = ⌊key / block⌋``."""
+    return t.eq(*(t.call("floordiv", t.slot(s), block, integer=True) for s in (query, key)))
+
+
+def _block(part: Term, query: int, key: int) -> int | None:
+    """The size of the blocks inside which alone a conjunct lets queries see keys."""
+    if part.op != "eq0":
+        return None
+    sizes = [x.args[1] for x in t.as_linear(part.args[0])[0] if x.op == "floordiv"]
+    found = sizes and isinstance(sizes[0], int) and sizes[0] > 0 and part == same_block(query, key, sizes[0])
+    return sizes[0] if found else None
 
 
 def _band(part: Term, query: int, key: int) -> tuple[str, int] | None:

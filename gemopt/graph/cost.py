@@ -27,8 +27,8 @@ def symbol(name: str) -> sympy.Symbol:
     return sympy.Symbol(name, integer=True, nonnegative=True)
 
 
-def pairs_name(q: RowSet, k: RowSet) -> str:
-    return f"pairs_{q.name}_{k.name}"
+def pairs_name(q: RowSet, k: RowSet, block: int | None = None) -> str:
+    return f"pairs_{q.name}_{k.name}" + (f"_block{block}" if block else "")
 
 
 def elements(info: Info, rows: Rows | None) -> sympy.Expr:
@@ -88,7 +88,7 @@ def pairs(site: Site, sides: Sides) -> sympy.Expr:
         return q.sizes[-1] * symbol(k.name)
     if k.full:
         return k.sizes[-1] * symbol(q.name)
-    count = symbol(pairs_name(q, k))
+    count = symbol(pairs_name(q, k, sides.block))
     return (count + symbol(q.name)) / 2 if site.parts.band.causal and q is k else count
 
 
@@ -152,5 +152,6 @@ def meanings(layout: Layout) -> dict[str, str]:
         if layout.attended(out):
             q, k = sides.queries.set, sides.keys.set
             sets |= {q, k}
-            found[pairs_name(q, k)] = f"sum over sequences of {q.name} times {k.name}"
+            groups = f"blocks of {sides.block}" if sides.block else "sequences"
+            found[pairs_name(q, k, sides.block)] = f"sum over {groups} of {q.name} times {k.name}"
     return {s.name: f"rows where {s}" for s in sets if not s.full} | found

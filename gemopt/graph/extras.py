@@ -4,6 +4,7 @@
     axis(S, i)     int64 [T]     its coordinate on row axis i
     sequence(S)    int64 [T]     its sequence number
     offsets(S)     int64 [n+1]   first row of every sequence
+    blocks(S, w)   int64 [m+1]   first row of every block of w positions of every sequence
     repack(S, R)   int64 [T_R]   number in S of every row of R
     gather(S, ..)  int64 [U]     number in S of the positions a gather reads
 
@@ -23,7 +24,7 @@ from gemopt.graph.terms import Term
 
 @dataclass(frozen=True)
 class Extra:
-    """One extra input: ``kind`` as in the module's table, over row set ``set``."""
+    """One extra input: ``kind`` as in the module's table, over row set ``set``; ``axis`` is its number (i, w)."""
 
     kind: str
     set: RowSet
@@ -35,7 +36,7 @@ class Extra:
     @property
     def name(self) -> str:
         parts = [self.set.name, self.kind]
-        if self.kind == "axis":
+        if self.kind in ("axis", "blocks"):
             parts.append(str(self.axis))
         if self.target is not None:
             parts.append(self.target.name)
@@ -68,6 +69,9 @@ class Extras:
 
     def offsets(self, s: RowSet) -> fx.Node:
         return self[Extra("offsets", s)]
+
+    def blocks(self, s: RowSet, width: int) -> fx.Node:
+        return self[Extra("blocks", s, axis=width)]
 
     def repack(self, s: RowSet, target: RowSet) -> fx.Node:
         return self[Extra("repack", s, target=target)]

@@ -27,7 +27,7 @@ import sympy
 from torch import fx
 
 from gemopt.graph import terms as t
-from gemopt.graph.attention import Site, score_slots
+from gemopt.graph.attention import Site, same_block, score_slots
 from gemopt.graph.live import Live, is_point
 from gemopt.graph.prologue import writable
 from gemopt.graph.rowsets import Rows, RowSet, RowSets
@@ -56,11 +56,13 @@ class Side:
 
 @dataclass(frozen=True)
 class Sides:
-    """Both sides, grouped into the same sequences. ``dense`` is what of the mask the row sets and the band do not say."""
+    """Both sides, grouped into the same sequences, or into the same blocks of ``block`` positions of each. ``dense`` is what
+    of the mask the row sets, the blocks and the band do not say."""
 
     queries: Side
     keys: Side
     dense: Term = t.TRUE
+    block: int | None = None
 
 
 class Layout:
@@ -122,13 +124,17 @@ class Layout:
             self.refused[site.out] = self._why_whole(site, need, visible)
             return
         dense = t.and_(parts.rest, hidden, parts.key if keys is None else t.TRUE)
+        block = parts.block
+        if block is not None and (rows is None or keys is None or dense != t.TRUE or not _one_grid(site)):
+            assert site.query is not None
+            dense, block = t.and_(dense, same_block(site.query, site.key, block)), None
         if not writable(dense):
             self.refused[site.out] = f"the mask has a part that cannot be computed beforehand: {t.render(dense)}"
             return
         queries = self._query_side(site, rows) if rows is not None else None
         sequences = (queries or keys).axes[:-1]  # type: ignore[union-attr]
         self.sides[site.out] = Sides(
-            queries or self._whole(site, sequences, site.query), keys or self._whole(site, sequences, site.key), dense
+            queries or self._whole(site, sequences, site.query), keys or self._whole(site, sequences, site.key), dense, block
         )
         if rows is not None:
             self.rows[site.out] = rows
@@ -237,6 +243,11 @@ class Layout:
         if node in self.sites:
             flops = 4.0 * _UNKNOWN_SIZE * _row_elements(node, rows, info)
         return moved + flops / _FLOPS_PER_BYTE
+
+
+def _one_grid(site: Site) -> bool:
+    """Whether blocks can be sequences of their own: queries and keys have as many, and no bias is told by position."""
+    return site.query is not None and site.sizes[site.query] == site.sizes[site.key] and not site.biases
 
 
 def sequences_of(need: Term, sizes: tuple[sympy.Expr, ...]) -> set[int]:

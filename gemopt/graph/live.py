@@ -218,7 +218,9 @@ class Live:
     def _sees_all_keys(self, site: Site) -> bool:
         """All keys of the sequence, or a score function for which seeing none is nothing special."""
         parts = site.parts
-        return site.score != "softmax" or (parts.band.unbounded and parts.rest == t.TRUE and parts.query == t.TRUE)
+        return site.score != "softmax" or (
+            parts.band.unbounded and parts.block is None and parts.rest == t.TRUE and parts.query == t.TRUE
+        )
 
     def _seen_by_itself(self, site: Site) -> Term:
         """Over score slots: the queries that see the key at their own position."""

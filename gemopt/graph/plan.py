@@ -15,6 +15,7 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor, fx
+from torch.utils._sympy.functions import FloorDiv
 
 from gemopt.graph import terms as t
 from gemopt.graph.cost import pairs_name
@@ -60,6 +61,11 @@ def subset_bit(subset: Subset) -> Bit:
     return Bit(over_used, tuple(subset.sizes[s] for s in used), str(subset))
 
 
+def blocks_of(s: RowSet, block: int) -> sympy.Expr:
+    """Blocks of a sequence, the last one perhaps shorter."""
+    return FloorDiv(s.sizes[-1] + (block - 1), sympy.Integer(block))
+
+
 def range_bits(extras: Sequence[Extra]) -> list[Bit]:
     """Every position that a gather reads lies inside the padded tensor."""
     bits = []
@@ -99,7 +105,7 @@ class Plan:
         values: Values,
         fake_mode: Any,
         pays: Callable[[Mapping[str, int], Mapping[str, int]], bool],
-        pairs: Sequence[tuple[RowSet, RowSet]] = (),
+        pairs: Sequence[tuple[RowSet, RowSet, int | None]] = (),
         exists: Sequence[Exists] = (),
         totals: Sequence[Total] = (),
     ) -> None:
@@ -166,13 +172,15 @@ class Plan:
         for e in self.extras:
             if e.kind == "offsets":
                 keep(e, self._offsets(writer, flat_masks[e.set], e.set))
+            elif e.kind == "blocks":
+                keep(e, self._offsets(writer, flat_masks[e.set], e.set, e.axis))
             elif e.kind == "gather":
                 keep(e, self._gathered(writer, outputs[self._slots["rank", e.set]], e))
         for s, (count, _) in self._expected.items():
             self._slots["count", s] = len(outputs)
             outputs.append(sizes[count])  # type: ignore[arg-type]  # a number, known without the device
-        for q, k in self._pairs:
-            lengths = [self._lengths(writer, flat_masks[s], s) for s in (q, k)]
+        for q, k, block in self._pairs:
+            lengths = [self._lengths(writer, flat_masks[s], s, block) for s in (q, k)]
             stats.append(writer.call(aten.sum.default, writer.call(aten.mul.Tensor, *lengths)))
         graph.output((writer.call(aten.stack.default, stats), *outputs))
         graph.eliminate_dead_code()
@@ -183,13 +191,18 @@ class Plan:
         terms += [p for e in self.extras for p in e.positions]
         return sorted(frozenset().union(*(x.leaves for x in terms)))
 
-    def _lengths(self, writer: TermWriter, mask: fx.Node, s: RowSet) -> fx.Node:
-        """Rows of every sequence."""
-        by_sequence = writer.call(aten.reshape.default, mask, [-1, writer.sizes[s.sizes[-1]]])
+    def _lengths(self, writer: TermWriter, mask: fx.Node, s: RowSet, block: int | None = None) -> fx.Node:
+        """Rows of every sequence, or of every block of ``block`` positions of every sequence."""
+        width: fx.Node | int = writer.sizes[s.sizes[-1]]
+        by_sequence = writer.call(aten.reshape.default, mask, [-1, width])
+        if block is not None:
+            missing = writer.sizes[blocks_of(s, block) * block - s.sizes[-1]]
+            by_sequence = writer.call(aten.constant_pad_nd.default, by_sequence, [0, missing])
+            by_sequence = writer.call(aten.reshape.default, by_sequence, [-1, block])
         return writer.call(aten.sum.dim_IntList, by_sequence, [1])
 
-    def _offsets(self, writer: TermWriter, mask: fx.Node, s: RowSet) -> fx.Node:
-        ends = writer.call(aten.cumsum.default, self._lengths(writer, mask, s), 0)
+    def _offsets(self, writer: TermWriter, mask: fx.Node, s: RowSet, block: int | None = None) -> fx.Node:
+        ends = writer.call(aten.cumsum.default, self._lengths(writer, mask, s, block), 0)
         return writer.call(aten.constant_pad_nd.default, ends, [1, 0])
 
     def _gathered(self, writer: TermWriter, rank: fx.Node, e: Extra) -> fx.Node:
@@ -216,6 +229,8 @@ class Plan:
                 s = e.target or e.set
                 if e.kind == "offsets":
                     count: Any = _symint(env, sympy.prod(s.sizes[:-1]) + 1)
+                elif e.kind == "blocks":
+                    count = _symint(env, sympy.prod(s.sizes[:-1]) * blocks_of(s, e.axis) + 1)
                 elif e.kind == "gather":
                     count = _symint(env, sympy.prod(e.sizes))
                 else:
@@ -269,7 +284,7 @@ class Plan:
         first, last = len(self.bits), len(self.bits) + len(self.sets)
         by_set = dict(zip(self.sets, stats[first:last], strict=True))
         self.last_counts = {s.name: c for s, c in by_set.items()}
-        self.last_counts |= {pairs_name(q, k): n for (q, k), n in zip(self._pairs, stats[last:], strict=True)}
+        self.last_counts |= {pairs_name(*p): n for p, n in zip(self._pairs, stats[last:], strict=True)}
         for held, bit in zip(stats[:first], self.bits, strict=True):
             if not held:
                 self.last_reason = f"assumption failed: {bit.text}"
@@ -297,7 +312,7 @@ class Plan:
             elif e.kind == "repack":
                 assert e.target is not None
                 filled.append(inside(tensors[self._slots["rank", e.set]][index[e.target]], counts[e.set] - 1))
-            elif e.kind in ("offsets", "gather"):
+            elif e.kind in ("offsets", "blocks", "gather"):
                 filled.append(inside(tensors[self._slots[e]], counts[e.set] - (e.kind == "gather")))
             else:
                 if e.set not in coordinates:

@@ -36,6 +36,15 @@ class RowSet:
         """Every position of every sequence: row numbers are positions, and nothing has to be counted."""
         return self.predicate == t.TRUE
 
+    @property
+    def prefix(self) -> bool:
+        """Whether every sequence has its first rows, so that a row's number in its sequence is its position."""
+        parts = [c for c in t.conjuncts(self.predicate) if self.token in c.slots]
+        return all(
+            c.op == "le0" and t.as_linear(c.args[0])[0].get(t.slot(self.token), 0) > 0 and _alone(c, self.token)
+            for c in parts
+        )
+
     def __str__(self) -> str:
         if self.full:
             return "all"
@@ -49,6 +58,11 @@ class Rows:
 
     set: RowSet
     slots: tuple[int, ...]
+
+
+def _alone(comparison: Term, slot: int) -> bool:
+    """Whether nothing but the slot itself varies with it."""
+    return all(x == t.slot(slot) or slot not in x.slots for x in t.as_linear(comparison.args[0])[0])
 
 
 class RowSets:

@@ -182,7 +182,9 @@ def test_head_dim_256_forward(taken: list[str]) -> None:
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("block", [16, 48, 64, 100, 128])
 @pytest.mark.parametrize("causal", [False, True])
-def test_blocks(block: int, causal: bool, taken: list[str]) -> None:
+def test_blocks(block: int, causal: bool, taken: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = ({"kernel": "block_backward", "config": {}}, *table.rows())
+    monkeypatch.setattr(table, "rows", lambda: rows)
     for case in (
         Case(EDGES, d=128, op="block_attention", spare=3),
         Case(EDGES, d=64, dv=40, heads=4, kv_heads=2, op="block_attention", kwargs={}),

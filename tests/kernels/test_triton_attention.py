@@ -6,6 +6,7 @@ of its own. It multiplies bf16 wrongly, hence fp32 and fp16 there.
 
 import importlib.util
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -32,6 +33,19 @@ DTYPES = [torch.float32, torch.float16] if INTERPRETED else [torch.float32, torc
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 
 
+# The interpreter takes seconds for a few tiles, of 32 queries and 64 keys there: cases that fill many are cut, and what is
+# compiled code's alone (races, one kernel for each dtype) is left to a GPU.
+_LONGEST = 100
+
+
+def case_of(name: str) -> Case:
+    case = CASES[name]
+    if not INTERPRETED:
+        return case
+    cut = lambda lens: tuple(min(n, _LONGEST) for n in lens)  # noqa: E731
+    return replace(case, q_lens=cut(case.q_lens), k_lens=None if case.k_lens is None else cut(case.k_lens))
+
+
 HALF_CASES = [
     "plain",
     "causal",
@@ -43,22 +57,25 @@ HALF_CASES = [
     "narrow values",
     "dropout causal GQA",
     "bias shared, causal",
-    "mask and bias, long",
+    "mask and bias, single query",
     "gdpa, per head",
     "gdpa, positions, bias, mask",
     "block, causal",
 ]
 
 
+HALF_ACTIVATIONS = ("relu2", "gelu")  # they are computed in fp32, whatever the dtype of the operands
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_matches_reference(name: str) -> None:
-    check(CASES[name], torch.float32, DEVICE)
+    check(case_of(name), torch.float32, DEVICE)
 
 
 @pytest.mark.parametrize("name", HALF_CASES if INTERPRETED else CASES)
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 def test_matches_reference_in_half(name: str, dtype: torch.dtype) -> None:
-    check(CASES[name], dtype, DEVICE)
+    check(case_of(name), dtype, DEVICE)
 
 
 @pytest.mark.parametrize("d", [16, 24, 40, 72, 136, 200, 256] if INTERPRETED else range(16, 257, 8))
@@ -68,9 +85,12 @@ def test_head_dims(d: int) -> None:
     check(Case((37, 0, 5), d=d, dv=dv, heads=2, kv_heads=1, kwargs={"causal": True}), DTYPES[-1], DEVICE)
 
 
-@pytest.mark.parametrize("name", ACTIVATIONS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_activations(name: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [(d, n) for d in DTYPES for n in (ACTIVATIONS if d == DTYPES[0] or not INTERPRETED else HALF_ACTIVATIONS)],
+    ids=str,
+)
+def test_activations(dtype: torch.dtype, name: str) -> None:
     kwargs = {"activation": name, "scale": 0.7, "post_scale": 0.3}
     check(Case((35, 0, 1), (9, 3, 0), heads=4, kv_heads=2, d=24, dv=16, op="gdpa", kwargs=kwargs), dtype, DEVICE)
 
@@ -78,7 +98,8 @@ def test_activations(name: str, dtype: torch.dtype) -> None:
 def test_all_activations_at_once() -> None:
     """One per head, under shared key heads, with dropout, bias and mask."""
     kwargs = {"activation": [*ACTIVATIONS, "relu"], "scale": 0.5, "dropout_p": 0.2, "window": (9, 5)}
-    check(Case((35, 4), heads=10, kv_heads=2, op="gdpa", bias="HQK", mask="BQK", kwargs=kwargs), torch.float32, DEVICE)
+    lens = (18 if INTERPRETED else 35, 4)
+    check(Case(lens, heads=10, kv_heads=2, op="gdpa", bias="HQK", mask="BQK", kwargs=kwargs), torch.float32, DEVICE)
 
 
 def test_bias_gradient_at_positions_is_refused_where_determinism_is_asked_for() -> None:
@@ -92,7 +113,7 @@ def test_bias_gradient_at_positions_is_refused_where_determinism_is_asked_for() 
         torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("bias", ["HQK", "BHQK", "K"])
+@pytest.mark.parametrize("bias", ["HQK"] if INTERPRETED else ["HQK", "BHQK", "K"])
 def test_bias_gradients_are_equal_bit_by_bit(bias: str) -> None:
     inputs = draw(Case((70, 5, 40), kv_heads=1, bias=bias), DTYPES[-1])
     first, second = (run(jagged_attention, inputs, DTYPES[-1], DEVICE) for _ in range(2))
@@ -108,7 +129,7 @@ def test_a_bias_too_far_apart_is_refused() -> None:
 
 def test_same_numbers_as_the_cpu_kernel() -> None:
     """Dropout included: both devices drop the same weights."""
-    inputs = draw(Case((5, 40, 0, 17), heads=4, kv_heads=2, kwargs={"causal": True, "dropout_p": 0.3}), torch.float32)
+    inputs = draw(Case((5, 40, 0, 17), heads=2, kv_heads=1, kwargs={"causal": True, "dropout_p": 0.3}), torch.float32)
     triton_run = run(jagged_attention, inputs, torch.float32, DEVICE)
     kw = inputs.kwargs
     spec = AttentionSpec(kw["q_offsets"], kw["k_offsets"], 40, 40, 0.25, True, False, (-1, -1), None, None, 0.3, kw["seed"])

@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from gemopt.kernels.gluon import launch
+from gemopt.kernels.gluon import launch, table
 from gemopt.kernels.gluon.parts import as_matrix, load_tile, new_ring, store_rows
 from gemopt.kernels.spec import AttentionSpec
 from gemopt.kernels.triton.tiles import tile_list
@@ -164,7 +164,8 @@ def refusal(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> str | None:
         return "needs as many key heads as query heads, and one head_dim"
     if q.shape[2] not in HEAD_DIMS:
         return f"needs a head_dim of {HEAD_DIMS}, got {q.shape[2]}"
-    return None
+    shape = table.Shape(q.shape[2], True, spec.causal, spec.block_size, spec.block_size)
+    return None if table.lookup("block_backward", shape) is not None else f"is not chosen for {shape}"
 
 
 def backward_arguments(

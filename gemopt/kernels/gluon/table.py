@@ -3,7 +3,7 @@
 A row holds conditions and a configuration. Conditions that a row leaves out hold always:
 
     kernel      "forward", "query_side", "key_side", "fused" or "backward" (which form of it: `form`;
-                "owner" for many sequences, `otherwise` else)
+                "owner" for many sequences, `otherwise` else), or "block_backward" (with a row: Gluon, else Triton)
     head_dim    list of head dims
     softmax     true for jagged_attention, false for gdpa
     band        whether a window or causal mask is set

@@ -71,8 +71,8 @@ class HSTU(nn.Module):
 
     def read(self, name: str, history: History) -> Tensor:
         """Last event and mean of one history after its stack, [B, 2 d]."""
-        s, angles = history.s, self.rotary(history.age)
+        s, rotation = history.s, self.rotary(history.age)
         for block in self.stacks[name]:
-            s = block(s, history.mask, angles)
+            s = block(s, history.mask, rotation)
         history = history._replace(s=self.norm(s))
         return torch.cat([recent(history.s, history.mask, history.length, 1).flatten(1), mean(history)], dim=1)

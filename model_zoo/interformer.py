@@ -27,7 +27,7 @@ from .parts.inputs import History, Inputs
 from .parts.interformer import FeatureSummary, SequenceSummary
 from .parts.mlp import MLP, TokenMix
 from .parts.pffn import LinearPFFN
-from .parts.rotary import Rotary
+from .parts.rotary import Rotary, Rotation
 from .parts.self_attention import SelfAttention
 from .parts.wukong import WukongLayer
 
@@ -96,9 +96,9 @@ class SequenceBlock(nn.Module):
         self.pffn = LinearPFFN(config.d, config.n_sum)
         self.attention = SelfAttention(config.d, config.n_heads)
 
-    def forward(self, s: Tensor, x_sum: Tensor, mask: Tensor, angles: Tensor) -> Tensor:
+    def forward(self, s: Tensor, x_sum: Tensor, mask: Tensor, rotation: Rotation) -> Tensor:
         s = s + self.pffn(F.layer_norm(s, (self.d,)), x_sum)
-        return self.attention(s, mask, angles)
+        return self.attention(s, mask, rotation)
 
 
 def with_cls(history: History, cls: Tensor) -> History:
@@ -137,13 +137,13 @@ class InterFormer(nn.Module):
         x, found = self.inputs(batch)
         x_sum = self.feature_summaries[0](x)
         histories = {e: with_cls(h, x_sum) for e, h in found.items()}
-        angles = {e: self.rotary(h.age) for e, h in histories.items()}
+        rotations = {e: self.rotary(h.age) for e, h in histories.items()}
         s_sum = self.summarise(0, histories, x)
         for number, interaction in enumerate(self.interactions):
             new_x = interaction(x, s_sum)
             for e, h in histories.items():
                 block = self.blocks[number][e]
-                histories[e] = h._replace(s=block(h.s, x_sum, h.mask, angles[e]))
+                histories[e] = h._replace(s=block(h.s, x_sum, h.mask, rotations[e]))
             x = new_x
             x_sum = self.feature_summaries[number + 1](x)
             s_sum = self.summarise(number + 1, histories, x)

@@ -89,7 +89,7 @@ class Backbone(nn.Module):
 
     def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, History], dict[str, Tensor]]:
         x, histories = self.inputs(batch)
-        angles = {name: self.stacks[name].angles(history) for name, history in histories.items()}
+        rotations = {name: self.stacks[name].rotation(history) for name, history in histories.items()}
         pooled: dict[str, Tensor] = {}
         for number, (summary, experts) in enumerate(zip(self.summaries, self.experts, strict=True)):
             x_sum = summary(x)
@@ -98,7 +98,7 @@ class Backbone(nn.Module):
                     layer = self.stacks[name].layers[number]
                     fresh = layer.pool(history)
                     pooled[name] = pooled[name] if fresh is None else fresh
-                    histories[name] = layer(history, x_sum, angles[name])
+                    histories[name] = layer(history, x_sum, rotations[name])
             x = experts(x, torch.cat([x_sum, *pooled.values()], dim=1))
         return x, histories, pooled
 

@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .checks import check_heads, check_positive
-from .rotary import rotate
+from .rotary import Rotation, rotate
 from .self_attention import visible
 
 
 class HSTUBlock(nn.Module):
-    """``forward(x [B, L, d], mask [B, L], angles or None)`` gives [B, L, d].
+    """``forward(x [B, L, d], mask [B, L], rotation or None)`` gives [B, L, d].
 
     Args:
         max_len: N. window: keys at a distance of at most this, None for all earlier ones.
@@ -30,14 +30,15 @@ class HSTUBlock(nn.Module):
         check_heads(d, n_heads)
         check_positive(max_len=max_len)
         self.d, self.n_heads, self.head_dim, self.max_len, self.window = d, n_heads, d // n_heads, max_len, window
+        self.block, self.causal = None, True
         self.norm, self.attended_norm = nn.LayerNorm(d), nn.LayerNorm(d)
         self.uqkv, self.out = nn.Linear(d, 4 * d), nn.Linear(d, d)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, mask: Tensor, angles: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor, rotation: Rotation | None = None) -> Tensor:
         u, q, k, v = F.silu(self.uqkv(self.norm(x))).unflatten(-1, (4, self.n_heads, self.head_dim)).unbind(2)
-        if angles is not None:
-            q, k = rotate(q, angles), rotate(k, angles)
+        if rotation is not None:
+            q, k = rotate(q, rotation), rotate(k, rotation)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         scores = F.silu(q @ k.transpose(-1, -2) * self.head_dim**-0.5) / self.max_len
         attended = (scores * visible(mask, self.window, causal=True)) @ v

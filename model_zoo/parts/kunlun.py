@@ -19,7 +19,7 @@ from .checks import check_choice, check_heads, check_positive
 from .hstu import HSTUBlock
 from .inputs import History
 from .pffn import PFFN
-from .rotary import Rotary
+from .rotary import Rotary, Rotation
 from .seed_pooling import SeedPooling
 from .self_attention import SelfAttention
 
@@ -76,7 +76,7 @@ class SequenceLayer(nn.Module):
     """One history in one layer.
 
     ``pool(history)`` gives tokens [B, n_tokens, d_out], or None in a layer that reuses them; ``forward(history, x_sum,
-    angles)`` gives the history after this layer, [B, L, d] as before.
+    rotation)`` gives the history after this layer, [B, L, d] as before.
     """
 
     def __init__(
@@ -94,17 +94,17 @@ class SequenceLayer(nn.Module):
     def pool(self, history: History) -> Tensor | None:
         return None if self.seeds is None else self.project(self.seeds(history.s, history.mask))
 
-    def forward(self, history: History, x_sum: Tensor, angles: Tensor) -> History:
+    def forward(self, history: History, x_sum: Tensor, rotation: Rotation) -> History:
         s = history.s
         if self.pffn is not None:
             s = self.pffn(s, x_sum)
         if self.attention is not None:
-            s = self.attention(s, history.mask, angles)
+            s = self.attention(s, history.mask, rotation)
         return history._replace(s=s)
 
 
 class SequenceStack(nn.Module):
-    """All layers of one event type; ``angles(history)`` [B, L, head_dim / 2] serve all of them."""
+    """All layers of one event type; ``rotation(history)`` serves all of them."""
 
     def __init__(
         self, config: EventConfig, n_layers: int, comp_skip: bool, n_sum: int, d_sum: int, d_out: int, max_len: int
@@ -116,5 +116,5 @@ class SequenceStack(nn.Module):
             for layer in range(min(n_layers, config.n_layers))
         )
 
-    def angles(self, history: History) -> Tensor:
+    def rotation(self, history: History) -> Rotation:
         return self.rotary(history.age)

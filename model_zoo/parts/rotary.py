@@ -12,14 +12,25 @@ with a base of 100, because τ stays below 6 for ages of a year, where base 10,0
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 
 DAY = 86_400.0
 
 
+class Rotation(NamedTuple):
+    """Cosines and sines of the angles, [B, L, head_dim / 2] each."""
+
+    cos: Tensor
+    sin: Tensor
+
+
 class Rotary(nn.Module):
-    """``forward(age [B, L])`` in seconds gives the angles [B, L, head_dim / 2]; ``rotate`` applies them.
+    """``forward(age [B, L])`` in seconds gives the :class:`Rotation` that all layers of a stack apply with ``rotate``.
+
+    Angles are computed in fp32 (fp64 for fp64 ages), whatever the model's dtype: positions do not fit into bf16.
 
     Args:
         time: False for positions only (plain RoPE).
@@ -33,24 +44,26 @@ class Rotary(nn.Module):
             raise ValueError(f"head_dim: got {head_dim}; allowed: even numbers")
         if not t_scale > 0:
             raise ValueError(f"t_scale: got {t_scale}; allowed: positive seconds")
-        self.t_scale, self.time = t_scale, time
-        pair = torch.arange(0, head_dim, 2) / head_dim
-        self.register_buffer("theta", base**-pair, persistent=False)
-        self.register_buffer("phi", time_base**-pair, persistent=False)
-        self.theta: Tensor
-        self.phi: Tensor
+        self.head_dim, self.base, self.time_base, self.t_scale, self.time = head_dim, base, time_base, t_scale, time
 
-    def forward(self, age: Tensor) -> Tensor:
-        position = torch.arange(age.shape[1], device=age.device, dtype=self.theta.dtype)
-        angles = (position[:, None] * self.theta).expand(age.shape[0], -1, -1)
+    def angles(self, age: Tensor) -> Tensor:
+        """[B, L, head_dim / 2]."""
+        dtype = torch.float64 if age.dtype == torch.float64 else torch.float32
+        pair = torch.arange(0, self.head_dim, 2, device=age.device, dtype=dtype) / self.head_dim
+        position = torch.arange(age.shape[1], device=age.device, dtype=dtype)
+        angles = (position[:, None] * self.base**-pair).expand(age.shape[0], -1, -1)
         if not self.time:
             return angles
-        tau = torch.log1p(age.clamp(min=0).to(self.theta.dtype) / self.t_scale)
-        return angles + tau[..., None] * self.phi
+        tau = torch.log1p(age.clamp(min=0).to(dtype) / self.t_scale)
+        return angles + tau[..., None] * self.time_base**-pair
+
+    def forward(self, age: Tensor) -> Rotation:
+        angles = self.angles(age)
+        return Rotation(angles.cos(), angles.sin())
 
 
-def rotate(x: Tensor, angles: Tensor) -> Tensor:
-    """Turn interleaved pairs of ``x`` [B, L, H, head_dim] by ``angles`` [B, L, head_dim / 2]; the dtype of x stays."""
-    cos, sin = angles.cos()[:, :, None].to(x.dtype), angles.sin()[:, :, None].to(x.dtype)
+def rotate(x: Tensor, rotation: Rotation) -> Tensor:
+    """Turn interleaved pairs of ``x`` [B, L, H, head_dim]; the dtype of x stays."""
+    cos, sin = (t[:, :, None].to(x.dtype) for t in rotation)
     even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
     return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)

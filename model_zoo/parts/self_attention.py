@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .checks import check_heads, check_positive
-from .rotary import rotate
+from .rotary import Rotation, rotate
 
 
 def visible(mask: Tensor, window: int | None = None, block: int | None = None, causal: bool = False) -> Tensor:
@@ -34,12 +34,23 @@ def visible(mask: Tensor, window: int | None = None, block: int | None = None, c
     return allowed
 
 
+def visible_pairs(n: int, window: int | None = None, block: int | None = None, causal: bool = False) -> int:
+    """How many (query, key) pairs of ``visible`` a history of n events has; what attention has to compute."""
+    total = 0
+    for i in range(n):
+        first, last = (0, n - 1) if window is None else (max(i - window, 0), min(i + window, n - 1))
+        if block is not None:
+            first, last = max(first, i // block * block), min(last, i // block * block + block - 1)
+        total += (min(last, i) if causal else last) - first + 1
+    return total
+
+
 class SelfAttention(nn.Module):
-    """``forward(s [B, L, d], mask [B, L], angles [B, L, head_dim / 2] or None)`` gives [B, L, d].
+    """``forward(s [B, L, d], mask [B, L], rotation or None)`` gives [B, L, d].
 
     Args:
         window: keys at a distance of at most this. block: size of the blocks. None: no such limit.
-        rotate_values: whether the angles turn values too.
+        rotate_values: whether values are turned too.
     """
 
     def __init__(
@@ -62,12 +73,12 @@ class SelfAttention(nn.Module):
         self.window, self.block, self.causal, self.rotate_values = window, block, causal, rotate_values
         self.qkv, self.out = nn.Linear(d, 3 * d, bias=False), nn.Linear(d, d, bias=False)
 
-    def forward(self, s: Tensor, mask: Tensor, angles: Tensor | None = None) -> Tensor:
+    def forward(self, s: Tensor, mask: Tensor, rotation: Rotation | None = None) -> Tensor:
         x = F.layer_norm(s, (self.d,))
         q, k, v = self.qkv(x).unflatten(-1, (3, self.n_heads, self.d // self.n_heads)).unbind(2)  # [B, L, H, head_dim]
-        if angles is not None:
-            q, k = rotate(q, angles), rotate(k, angles)
-            v = rotate(v, angles) if self.rotate_values else v
+        if rotation is not None:
+            q, k = rotate(q, rotation), rotate(k, rotation)
+            v = rotate(v, rotation) if self.rotate_values else v
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         allowed = visible(mask, self.window, self.block, self.causal)
         p = self.p if self.training else 0.0

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from gemopt.model_zoo.parts.hstu import HSTUBlock
 from gemopt.model_zoo.parts.interformer import SequenceSummary, recent
 from gemopt.model_zoo.parts.pooling import PMA
-from gemopt.model_zoo.parts.rotary import DAY, Rotary, rotate
+from gemopt.model_zoo.parts.rotary import DAY, Rotary, Rotation, rotate
 from gemopt.model_zoo.parts.seed_pooling import SeedPooling
-from gemopt.model_zoo.parts.self_attention import SelfAttention, visible
+from gemopt.model_zoo.parts.self_attention import SelfAttention, visible, visible_pairs
 
 from .parts_common import LENGTHS, close, f64, randn, sequence
 
@@ -45,7 +45,7 @@ def test_self_attention(options, turned):
     part = f64(SelfAttention(D, HEADS, rotate_values=turned, **options))
     s, mask = sequence(9, D)
     angles = randn(len(LENGTHS), 9, DH // 2) if turned else None
-    out = part(s, mask, angles)
+    out = part(s, mask, rotation_by(angles) if turned else None)
     for b, n in enumerate(LENGTHS):
         x = s[b, :n]
         x = (x - x.mean(-1, keepdim=True)) / torch.sqrt(x.var(-1, unbiased=False, keepdim=True) + 1e-5)
@@ -60,6 +60,10 @@ def x_plus(s, h, weight):
     return s + h.flatten(-2) @ weight.T
 
 
+def rotation_by(angles):
+    return Rotation(angles.cos(), angles.sin())
+
+
 def turn(x, angles):
     """Interleaved pairs as complex numbers: multiplication by exp(i angle)."""
     z = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
@@ -72,7 +76,7 @@ def test_hstu_block(window):
     part = f64(HSTUBlock(D, HEADS, max_len=9, window=window))
     s, mask = sequence(9, D)
     angles = randn(len(LENGTHS), 9, DH // 2)
-    out = part(s, mask, angles)
+    out = part(s, mask, rotation_by(angles))
     for b, n in enumerate(LENGTHS):
         x = s[b, :n]
         u, q, k, v = F.silu(part.uqkv(part.norm(x))).split(D, -1)
@@ -130,7 +134,7 @@ def test_recent_and_sequence_summary():
 
 
 def test_rotation_is_relative_and_keeps_lengths():
-    rotary = Rotary(6).double()
+    rotary = Rotary(6)
     age = torch.zeros(1, 12, dtype=torch.float64)
     q, k = randn(1, 1, 1, 6).expand(1, 12, 1, 6), randn(1, 1, 1, 6, seed=2).expand(1, 12, 1, 6)
     turned_q, turned_k = rotate(q, rotary(age)), rotate(k, rotary(age))
@@ -143,13 +147,15 @@ def test_rotation_is_relative_and_keeps_lengths():
 
 
 def test_angles():
-    rotary = Rotary(4).double()
+    rotary = Rotary(4)
     age = torch.tensor([[0.0, 3 * DAY, 1e9]], dtype=torch.float64)
     tau = torch.log(1 + age / DAY)
     for t in range(3):
         for i, (theta, phi) in enumerate(((1.0, 1.0), (1e-2, 1e-1))):
-            torch.testing.assert_close(rotary(age)[0, t, i], t * theta + tau[0, t] * phi, rtol=1e-6, atol=1e-9)
-    close(Rotary(4, time=False).double()(age)[0, :, 0], torch.arange(3.0).double())
+            torch.testing.assert_close(rotary.angles(age)[0, t, i], t * theta + tau[0, t] * phi, rtol=1e-9, atol=1e-9)
+    close(Rotary(4, time=False).angles(age)[0, :, 0], torch.arange(3.0).double())
+    close(rotary(age).cos, rotary.angles(age).cos())
+    assert Rotary(4).to(torch.bfloat16)(age.bfloat16()).cos.dtype == torch.float32
     with pytest.raises(ValueError, match="head_dim"):
         Rotary(3)
 
@@ -158,6 +164,8 @@ def test_angles():
 @settings(max_examples=60, deadline=None)
 def test_visible(width, window, block, causal, lengths):
     mask = torch.arange(width) < torch.tensor(lengths)[:, None]
+    full = visible(torch.ones(1, width, dtype=torch.bool), window, block, causal)
+    assert visible_pairs(width, window, block, causal) == full.expand(1, 1, width, width).sum()
     for options in ({"window": window}, {"block": block}, {}):
         allowed = visible(mask, causal=causal, **options)[:, 0].expand(-1, width, -1)
         for b, n in enumerate(lengths[:3]):

@@ -64,6 +64,7 @@ def test_training_learns_what_is_planted(tmp_path):
         assert metrics.ne > best[task] - 0.01
 
 
+@pytest.mark.slow
 def test_command_reports_tasks_domains_and_mfu(tmp_path, capsys, monkeypatch):
     pytest.importorskip("tensorboard")
     held_out = tasks.Workload.evaluate
@@ -85,6 +86,7 @@ def test_command_reports_tasks_domains_and_mfu(tmp_path, capsys, monkeypatch):
     assert "cvr" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_useful_flops_follow_the_lengths():
     """Twice the events at the same padded size: more useful FLOPs, the same padded ones."""
     torch.manual_seed(0)
@@ -104,6 +106,7 @@ def test_useful_flops_follow_the_lengths():
     assert not full.notes
 
 
+@pytest.mark.slow
 def test_same_losses_under_gemopt(tmp_path):
     """The packed model trains like the padded one, step by step, in float32."""
     import gemopt

@@ -5,7 +5,7 @@
     logit = heads([features ‖ S_candidate ‖ mean of S])
 
 The paper feeds all L + 1 outputs to the MLP, for a fixed L. Histories of any length are read at the candidate and in the
-mean instead. Histories are right-padded, so that the candidate stands in front; attention without a causal mask does not
+mean (with the candidate) instead. Histories are right-padded, so that the candidate stands in front; attention without a causal mask does not
 care, and positions are those of time. The paper buckets positions by age; here: index from the candidate, newest = 1.
 """
 
@@ -102,5 +102,4 @@ class BST(nn.Module):
         for layer in self.stacks[name]:
             s = layer(s, mask)
         s = s * mask.unsqueeze(-1)
-        events = s[:, 1:].sum(1) / history.length.clamp(min=1).unsqueeze(-1)
-        return torch.cat([s[:, 0], events], dim=1)
+        return torch.cat([s[:, 0], s.sum(1) / (history.length + 1).unsqueeze(-1)], dim=1)

@@ -139,8 +139,8 @@ _pairs = lru_cache(maxsize=4096)(visible_pairs)
 
 
 def table(rows: Sequence[Description], schema: str, fill: float) -> Table:
-    title = f"Parameters; activations and GFLOP (padded, useful) per sample.\nSynthetic data of size {schema}, mean fill {fill:g}"
-    view = Table(title=title)
+    data = f"Synthetic data of size {schema}, mean fill {fill:g}"
+    view = Table(title=f"Parameters; activations and GFLOP (padded, useful) per sample.\n{data}")
     view.add_column("model", no_wrap=True)
     for column in ("tables", "dense", "activations", "padded", "useful", "history"):
         view.add_column(column, justify="right", no_wrap=True)

@@ -63,7 +63,8 @@ def _update(p: Tensor, grad: Tensor, total: Tensor, lr: float, eps: float) -> No
 def tables_and_rest(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """The weights of embedding modules (``nn.Embedding``, ``nn.EmbeddingBag``; TorchRec's collections hold these), and
     all other parameters. A table that is shared counts once."""
-    tables = {id(m.weight): m.weight for m in module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
+    found = [m.weight for m in module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+    tables = {id(p): p for p in found if isinstance(p, nn.Parameter)}
     rest = [p for p in module.parameters() if id(p) not in tables]
     return [p for p in tables.values() if p.requires_grad], [p for p in rest if p.requires_grad]
 

@@ -20,7 +20,8 @@ from gemopt.graph.governing import candidate_masks
 from gemopt.graph.live import Live
 from gemopt.graph.prologue import Sizes, TermWriter, copy_inputs, copy_leaf, device_of, writable
 from gemopt.graph.values import Values
-from gemopt.mfu.products import Product, equation, factors, number, products, renumbered
+from gemopt.mfu.jagged import CountingInterpreter, calls_ops
+from gemopt.mfu.products import Product, equation, factors, layer_of, number, products, renumbered
 
 
 @dataclass
@@ -117,7 +118,7 @@ class Counter:
         def run(*args: Any) -> Any:
             if counted is not None:
                 counted.add_to(self._tally, args)
-                return gm.forward(*args)
+                return counted.run(args, self._tally) if counted.calls_ops else gm.forward(*args)
             with FlopCounterMode(display=False) as counter:
                 result = gm.forward(*args)
             flops = float(counter.get_total_flops())
@@ -131,7 +132,8 @@ class _Graph:
     """The products of one captured graph, and a small graph that evaluates their predicates."""
 
     def __init__(self, captured: Captured) -> None:
-        self._symbols = size_symbols(captured)
+        self._symbols, self._gm = size_symbols(captured), captured.gm
+        self.calls_ops = calls_ops(captured.gm.graph)
         live = analyse(captured)
         self._products = [self._countable(p) for p in products(captured.gm.graph, live)]
         self._predicates = _Predicates(captured.gm, live.known.values)
@@ -145,6 +147,14 @@ class _Graph:
         from gemopt.graph import terms as t
 
         return Product(p.node, p.layer, t.TRUE, p.sizes, p.factor, p.padded, f"{p.node.name}: its rows cannot be counted")
+
+    def run(self, args: Sequence[Any], tally: Count) -> Any:
+        """The graph itself, on real inputs, for models that call gemopt's ops."""
+
+        def record(node: fx.Node, flops: float, note: str) -> None:
+            tally._add(layer_of(node), flops, flops, note)
+
+        return CountingInterpreter(self._gm, record).run(*args)
 
     def add_to(self, tally: Count, args: Sequence[Any]) -> None:
         values = {name: float(args[i] if dim is None else args[i].shape[dim]) for name, i, dim in self._symbols}

@@ -152,3 +152,45 @@ def test_a_graph_break_adds_up():
         return second(x)
 
     assert mfu.count(model, torch.randn(6, 5)).flops == 6 * 2 * 32
+
+
+@pytest.mark.parametrize("kind", ["all", "causal", "window", "block"])
+def test_own_ops_by_their_offsets(kind):
+    """A model that is packed already: pairs come from the offsets it holds."""
+    import gemopt.ops as ops
+
+    offsets = torch.tensor([0, *itertools.accumulate(LENGTHS)])
+    x = torch.randn(sum(LENGTHS), D)
+    project = nn.Linear(D, 3 * D)
+
+    def model(x, offsets):
+        q, k, v = project(x).unflatten(-1, (3, H, D // H)).unbind(1)
+        if kind == "block":
+            return ops.block_attention(q, k, v, offsets, L, block_size=8)
+        options = {"all": {}, "causal": {"causal": True}, "window": {"window": (3, 3)}}[kind]
+        return ops.jagged_attention(q, k, v, offsets, offsets, L, L, **options)
+
+    got = mfu.count(model, x, offsets)
+    assert got.flops == 2 * sum(LENGTHS) * D * 3 * D + 4 * D * pairs(LENGTHS, VISIBLE[kind][1])
+    assert not got.notes
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=4),
+    st.booleans(), st.booleans(), st.integers(-1, 4), st.integers(-1, 4),
+)  # fmt: skip
+def test_pairs_of_own_ops(lengths, causal, bottom_right, left, right):
+    """Against the definition, pair by pair."""
+    from gemopt.kernels.spec import AttentionSpec
+    from gemopt.mfu.jagged import visible_pairs
+
+    offsets = [torch.tensor([0, *itertools.accumulate(n[i] for n in lengths)]) for i in (0, 1)]
+    spec = AttentionSpec(*offsets, 9, 9, 1.0, causal, bottom_right, (left, right), None, None, 0.0, None)
+    expected = 0
+    for n, m in lengths:
+        for i, j in itertools.product(range(n), range(m)):
+            distance = j - i - (m - n if bottom_right else 0)
+            seen = (not causal or distance <= 0) and (left < 0 or distance >= -left) and (right < 0 or distance <= right)
+            expected += seen
+    assert visible_pairs(spec) == expected

@@ -4,14 +4,15 @@
     S    = Transformer([e_1, ..., e_L, candidate])      post-norm: LN(x + MHA(x)), LN(x + FFN(x)), LeakyReLU
     logit = heads([features ‖ S_candidate ‖ mean of S])
 
-The paper feeds all L + 1 outputs to the MLP, for a fixed L. Histories of any length are read at the candidate and in the
-mean (with the candidate) instead. Histories are right-padded, so that the candidate stands in front; attention without a causal mask does not
-care, and positions are those of time. The paper buckets positions by age; here: index from the candidate, newest = 1.
+The paper feeds all L + 1 outputs to the MLP, for a fixed L; here the candidate's and the mean of all, for any L. Histories
+are right-padded, so that the candidate stands in front: attention without a causal mask does not care, and positions are
+those of time. The paper buckets positions by age; here: index from the candidate, newest = 1.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -74,8 +75,8 @@ class BST(nn.Module):
         self.config, d = config, config.d
         self.targets = {event: target_features(schema, event) for event in schema.events}
         self.inputs = Inputs(schema, d, embeddings=config.embeddings)
-        self.positions = nn.ModuleDict({name: nn.Embedding(e.max_len + 1, d) for name, e in schema.events.items()})
-        self.stacks = nn.ModuleDict(
+        self.positions: Any = nn.ModuleDict({name: nn.Embedding(e.max_len + 1, d) for name, e in schema.events.items()})
+        self.stacks: Any = nn.ModuleDict(
             {name: nn.ModuleList(TransformerLayer(config) for _ in range(config.n_layers)) for name in schema.events}
         )
         n_tokens = self.inputs.n_tokens + 2 * len(schema.events)

@@ -8,6 +8,7 @@ feed-forward layers of 128 and 256, 256 seeds pooled to 32 tokens by 8 Kronecker
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from .bst import BSTConfig
 from .gem import GEMConfig
@@ -74,10 +75,10 @@ GEM = {
 
 # The others, at the widths of the same ladder. Published sizes: InterFormer 3 layers of 4 CLS, 2 PMA and 2 recent tokens;
 # Wukong rank 8 and MLPs of 1024, 512 (TorchEasyRec's example); HSTU 5 layers of 4 heads of 128 (DLRM-v3); BST 1 layer.
-_TINY = {"d": 16, "trunk": (16,), "tower": 8}
-_SMALL = {"d": 64, "trunk": (128,), "tower": 32}
-_BASE = {"d": 384, "trunk": (1024, 512), "tower": 128}
-_LARGE = {"d": 512, "trunk": (1024, 512), "tower": 128}
+_TINY: dict[str, Any] = {"d": 16, "trunk": (16,), "tower": 8}
+_SMALL: dict[str, Any] = {"d": 64, "trunk": (128,), "tower": 32}
+_BASE: dict[str, Any] = {"d": 384, "trunk": (1024, 512), "tower": 128}
+_LARGE: dict[str, Any] = {"d": 512, "trunk": (1024, 512), "tower": 128}
 
 INTERFORMER = {
     "tiny": InterFormerConfig(**_TINY, n_layers=2, n_sum=2, rank=4, hidden=(16,)),

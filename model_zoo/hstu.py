@@ -10,6 +10,7 @@ of position and age. The candidate is among the features.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -51,7 +52,7 @@ class HSTU(nn.Module):
         self.config, d = config, config.d
         self.inputs = Inputs(schema, d, d_embedding=config.d_embedding, embeddings=config.embeddings)
         self.rotary = Rotary(d // config.n_heads)
-        self.stacks = nn.ModuleDict(
+        self.stacks: Any = nn.ModuleDict(
             {
                 name: nn.ModuleList(
                     HSTUBlock(d, config.n_heads, event.max_len, config.window, config.dropout)

@@ -15,6 +15,7 @@ and gated tokens of the published size, 4 CLS, 2 PMA, 2 recent.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -122,8 +123,8 @@ class InterFormer(nn.Module):
         self.rotary = Rotary(config.d // config.n_heads)
         self.interactions = nn.ModuleList(Interaction(n, len(self.events) * n_s, config) for _ in layers)
         self.feature_summaries = nn.ModuleList(FeatureSummary(n, config.n_sum, config.d) for _ in range(config.n_layers + 1))
-        self.blocks = nn.ModuleList(nn.ModuleDict({e: SequenceBlock(config) for e in self.events}) for _ in layers)
-        self.sequence_summaries = nn.ModuleList(
+        self.blocks: Any = nn.ModuleList(nn.ModuleDict({e: SequenceBlock(config) for e in self.events}) for _ in layers)
+        self.sequence_summaries: Any = nn.ModuleList(
             nn.ModuleDict({e: self._summary() for e in self.events}) for _ in range(config.n_layers + 1)
         )
         width = (config.n_sum + len(self.events) * n_s) * config.d

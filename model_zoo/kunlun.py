@@ -12,6 +12,7 @@ read the same X and S, so they may run at the same time.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -78,7 +79,7 @@ class Backbone(nn.Module):
         self.experts = nn.ModuleList(
             WukongExperts(n, n_context, config.d, config.n_experts, config.rank, config.hidden) for _ in range(layers)
         )
-        self.stacks = nn.ModuleDict(
+        self.stacks: Any = nn.ModuleDict(
             {
                 name: SequenceStack(
                     event, layers, config.comp_skip, config.n_sum, config.d, config.d, schema.events[name].max_len

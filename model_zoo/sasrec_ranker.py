@@ -10,6 +10,7 @@ for models that do. Scores of several histories are added with a learned weight 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -57,8 +58,8 @@ class SASRecRanker(nn.Module):
             events={e: schema.events[e] for e in names},
         )
         self.tables = EmbeddingTables(read, config.d, config.embeddings)
-        self.positions = nn.ModuleDict({e: nn.Embedding(schema.events[e].max_len, config.d) for e in names})
-        self.stacks = nn.ModuleDict(
+        self.positions: Any = nn.ModuleDict({e: nn.Embedding(schema.events[e].max_len, config.d) for e in names})
+        self.stacks: Any = nn.ModuleDict(
             {e: nn.ModuleList(Block(config.block()) for _ in range(config.n_layers)) for e in names}
         )
         self.norm = nn.LayerNorm(config.d)

@@ -49,6 +49,7 @@ print("RESULT", round(ratio, 4), round(model.out.bias.grad.mean().item(), 4), co
 """
 
 PASS = """
+import myop
 import torch
 from gemopt.passes import default_pipeline
 
@@ -60,14 +61,14 @@ def pipeline(captured, recipe, report):
     (output,) = graph.find_nodes(op="output")
     result = output.args[0][0]
     with graph.inserting_before(output):
-        scaled = {body}
+        scaled = graph.call_function(torch.ops.stale_test.scale.default, (result,))
+        scaled = graph.call_function(torch.ops.aten.mul.Tensor, (scaled, {factor}))
         scaled.meta.update(result.meta)
     output.args = ((scaled, *output.args[0][1:]),)
     plan.packed.recompile()
     return plan
 """
 
-ATEN = "graph.call_function(torch.ops.aten.mul.Tensor, (result, {factor}))"
 # The graph stays the same; what the op means changes: its source has to be in the key.
 OP = """
 import torch
@@ -105,14 +106,12 @@ def test_a_changed_pass_and_a_changed_op_are_seen(tmp_path):
     """First the pass takes another factor; then the op it calls takes another body and backward, under the same name
     and schema, while the pass and the graph stay."""
     (tmp_path / "main.py").write_text(SCRIPT)
-    call = "graph.call_function(torch.ops.stale_test.scale.default, (result,))"
-    steps = [
-        (2.0, "mypass.py", PASS.format(body=ATEN.format(factor=2.0))),
-        (3.0, "mypass.py", PASS.format(body=ATEN.format(factor=3.0))),
-        (5.0, "mypass.py", "import myop\n" + PASS.format(body=call)),
-        (7.0, "myop.py", OP.format(factor=7.0)),
-    ]
     (tmp_path / "myop.py").write_text(OP.format(factor=5.0))
+    steps = [
+        (10.0, "mypass.py", PASS.format(factor=2.0)),
+        (15.0, "mypass.py", PASS.format(factor=3.0)),
+        (21.0, "myop.py", OP.format(factor=7.0)),
+    ]
     for factor, name, text in steps:
         (tmp_path / name).write_text(text)
         ratio, bias, packed, _ = run(tmp_path, tmp_path / "cache")
@@ -125,5 +124,6 @@ def test_a_changed_pass_and_a_changed_op_are_seen(tmp_path):
 def test_the_caches_are_in_use(tmp_path):
     """An unchanged pass does meet the artifacts of the last run: without that, the test above shows nothing."""
     (tmp_path / "main.py").write_text(SCRIPT)
-    (tmp_path / "mypass.py").write_text(PASS.format(body=ATEN.format(factor=2.0)))
+    (tmp_path / "myop.py").write_text(OP.format(factor=5.0))
+    (tmp_path / "mypass.py").write_text(PASS.format(factor=2.0))
     assert [run(tmp_path, tmp_path / "cache")[3] > 0 for _ in range(2)] == [False, True]

@@ -186,6 +186,7 @@ def test_changed_source_meets_no_stale_artifact(tmp_path: Path) -> None:
         "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),
         "TORCHINDUCTOR_AUTOGRAD_CACHE": "1",
         "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
         "PYTHONDONTWRITEBYTECODE": "1",
     }
 

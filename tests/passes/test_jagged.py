@@ -59,7 +59,7 @@ def targets(gm: fx.GraphModule) -> list[str]:
 # ---------------------------------------------------------------- the padded form
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     kind=st.sampled_from(["aten", "fbgemm", "2d", "1d"] if HAS_FBGEMM else ["aten"]),
     lengths=st.lists(st.integers(0, 6), min_size=2, max_size=5).filter(sum),
@@ -81,7 +81,7 @@ def test_the_padded_form_is_the_definition(
     offsets = offsets_of(lengths, index)
     run = lambda v, o: padded_by(kind, v, o, length, fill)  # noqa: E731
     gm = make_fx(run, pre_dispatch=True, tracing_mode="symbolic")(values, offsets)
-    before = targets(gm)
+    before = [name for name in targets(gm) if "jagged" in name]
     jagged_inputs(gm)
     assert len(before) == 1 and before[0] not in targets(gm) and "aten.masked_fill.Scalar" in targets(gm)
     expected = by_loops(values, offsets, length, fill)
@@ -115,8 +115,10 @@ DIFFERENCES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("difference", DIFFERENCES)
-@pytest.mark.parametrize("spelling", [*SUMMED, *OTHERS])
+@pytest.mark.parametrize(
+    ("spelling", "difference"),
+    [*((s, "slices") for s in [*SUMMED, *OTHERS]), ("cat", "diff"), ("pad", "int32"), ("no zero", "diff")],
+)
 def test_differences_of_a_sum_are_the_lengths(spelling: str, difference: str) -> None:
     n = torch.tensor([3, 0, 2, 5])
     offsets = {**SUMMED, **OTHERS}[spelling]
@@ -223,8 +225,7 @@ LENGTHS = {
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "offsets": Reader,
     "aten": lambda: Reader(kind="aten"),
-    "filled": lambda: Reader(fill=3.0),
-    "lengths": FromLengths,
+    "lengths": lambda: FromLengths(fill=3.0),
     "2d": lambda: Reader(kind="2d"),
     "ids": lambda: JaggedIds(kind="1d"),
     "towers": Towers,
@@ -304,7 +305,7 @@ def test_models_are_equal_and_packed(name: str, hosts: list[Recorded]) -> None:
     assert "expected to be the rows of" in str(report)
 
 
-@pytest.mark.parametrize("name", ["offsets", "lengths", "towers"])
+@pytest.mark.parametrize("name", ["offsets", "towers"])
 def test_steps_before_their_read(name: str, ahead: list[Recorded]) -> None:
     """True lengths need no read; cut or inconsistent ones are found out, and the step is decided again."""
     both = pair(MODELS[name])
@@ -316,32 +317,25 @@ def test_steps_before_their_read(name: str, ahead: list[Recorded]) -> None:
         assert (ahead[0]._reads_due > 0) == (not confirmed)
 
 
-@pytest.mark.parametrize(
-    "offsets", [[2, 5, 9, 16], [0, 5, 9, 12], [0, 9, 9, 16], [0, 5, 3, 16], [7, 7, 7, 7]],
-    ids=["late start", "early end", "too long", "falling", "empty"],
-)  # fmt: skip
-def test_inconsistent_offsets(offsets: list[int], ahead: list[Recorded]) -> None:
+def test_inconsistent_offsets(ahead: list[Recorded]) -> None:
+    """No wrong expectation shows, and none reads out of range."""
     both = pair(Reader)
     both.check(*batch([5, 4, 7]))
     assert ahead[0].unread_steps == 1
-    both.check(ids_of(16), torch.tensor(offsets))
-    assert ahead[0].unread_steps == 1 and ahead[0]._reads_due > 0
+    for offsets in ([2, 5, 9, 16], [0, 5, 9, 12], [0, 9, 9, 16], [0, 5, 3, 16], [7, 7, 7, 7]):
+        ahead[0]._reads_due = 0
+        both.check(ids_of(16), torch.tensor(offsets))
+        assert ahead[0].unread_steps == 1 and ahead[0]._reads_due > 0, offsets
     both.check(*batch([5, 4, 7]))
     assert ahead[0].unread_steps == 1  # reads for a while now
 
-
-def test_any_offsets_inside_the_values(ahead: list[Recorded]) -> None:
-    """No wrong expectation shows, and none reads out of range."""
-    both = pair(lambda: Reader(length=4))
-    both.check(*batch([3, 4, 1]))
-
     @settings(max_examples=20, deadline=None)
-    @given(bounds=st.lists(st.integers(0, 12), min_size=3, max_size=5), rows=st.integers(1, 12))
-    def every_draw(bounds: list[int], rows: int) -> None:
+    @given(bounds=st.lists(st.integers(0, 24), min_size=3, max_size=5), rows=st.integers(1, 24))
+    def any_offsets_inside_the_values(bounds: list[int], rows: int) -> None:
         ahead[0]._reads_due = 0
         both.check(ids_of(rows), torch.tensor(bounds).clamp(max=rows))
 
-    every_draw()
+    any_offsets_inside_the_values()
 
 
 def test_the_last_item_is_one_row_for_each_sequence(ahead: list[Recorded]) -> None:

@@ -36,12 +36,19 @@ PARTS = ("synthetic", "movielens")
 SYNTHETIC = TrainConfig(
     model="gem", data="synthetic:tiny", batch_size=256, lr=3e-3, table_lr=0.3, warmup=50, log_every=50, eval_samples=4096,
 )  # fmt: skip
-MOVIELENS = TrainConfig(data="movielens", max_len=50, batch_size=256, warmup=30, log_every=50, eval_samples=4096)
+MOVIELENS = TrainConfig(data="movielens", batch_size=256, warmup=30, log_every=50, eval_samples=4096)
 # What is compared on MovieLens, with the rates that suit each.
 RIVALS: dict[str, dict[str, Any]] = {
     "bias": {"model": "bias", "lr": 0.1, "table_lr": 0.6, "epochs": 2},
     "sasrec": {"model": "sasrec", "lr": 1e-3, "table_lr": 0.05},
     "gem small": {"model": "gem", "config": "small", "lr": 1e-3, "table_lr": 0.02, "dropout": None},
+}
+# On a CPU and on a GPU: the whole bench takes about half an hour of one core, and minutes on a GPU.
+DEFAULTS: dict[str, tuple[Any, Any]] = {
+    "config": (["tiny", "small"], ["tiny", "small", "base"]),
+    "steps": (300, 4000),
+    "movielens_steps": (200, 300),
+    "max_len": (20, 200),
 }
 
 
@@ -72,7 +79,8 @@ def plans(options: argparse.Namespace) -> list[tuple[TrainConfig, str]]:
     found = []
     for seed in range(options.seeds):
         for mode in options.modes:
-            base = {"seed": seed, "mode": mode, "device": options.device, "precision": options.precision}
+            base: dict[str, Any] = {"seed": seed, "mode": mode, "device": options.device, "precision": options.precision}
+            base["workers"] = 8 if options.device.startswith("cuda") else 0
             if "synthetic" in options.part:
                 every = max(options.steps // 8, 1)
                 for size in options.config:
@@ -84,6 +92,7 @@ def plans(options: argparse.Namespace) -> list[tuple[TrainConfig, str]]:
                         changes = dict(changes)
                         steps = options.movielens_steps * changes.pop("epochs", 1)  # the tuned length of each
                         config = replace(MOVIELENS, steps=steps, eval_every=max(steps // 6, 1), **base, **changes)
+                        config = replace(config, max_len=options.max_len)
                         found.append((config, label))
     return found
 
@@ -162,8 +171,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--config", nargs="+", help="sizes of gem on synthetic data (default: tiny and small, on a GPU base too)")
     p.add_argument("--modes", nargs="+", choices=("eager", "gemopt"), default=("eager",))
     p.add_argument("--seeds", type=int, default=3)
-    p.add_argument("--steps", type=int, default=800, help="of 256 synthetic samples")
-    p.add_argument("--movielens-steps", type=int, default=300, help="of 256 ratings; an epoch has 295")
+    p.add_argument("--steps", type=int, help="of 256 synthetic samples (default: 300, on a GPU 4000)")
+    p.add_argument("--movielens-steps", type=int, help="of 256 ratings, an epoch has 295 (default: 200, on a GPU 300)")
+    p.add_argument("--max-len", type=int, help="longest history of MovieLens (default: 20, on a GPU 200)")
     p.add_argument("--device", default="cpu")
     p.add_argument("--precision", default="fp32", choices=("fp32", "bf16"))
     p.add_argument("--out", type=Path, help="folder for the results instead of bench/results")
@@ -173,7 +183,9 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parser().parse_args(arguments)
-    options.config = options.config or ["tiny", "small"] + ["base"] * options.device.startswith("cuda")
+    for name, (small, large) in DEFAULTS.items():
+        if getattr(options, name) is None:
+            setattr(options, name, large if options.device.startswith("cuda") else small)
     if options.out:
         options.out.mkdir(parents=True, exist_ok=True)
         _harness.RESULTS = options.out

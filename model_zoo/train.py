@@ -52,6 +52,7 @@ def parser() -> argparse.ArgumentParser:
     add("dropout", "dropout in the transformers. None: the model's own", float)
     add("pooling", "how a history of gem_small and sasrec becomes one vector", choices=("mean", "last"))
     add("seed", "of initialisation, dropout and data order", int)
+    add("workers", "threads that make batches ahead of time", int)
     add("device", "cpu or cuda")
     add("out", "folder for checkpoint, metrics.csv and metrics.json")
     add("eval_every", "steps between evaluations", int)
@@ -73,6 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if resume:
             trainer.resume()
             console.print(f"resumed at step {trainer.step} of {trainer.total_steps}")
+        opened = Scalars.open(trainer.config)
     except (ValueError, FileNotFoundError, ImportError) as error:
         print(f"gemopt train: error: {error}", file=sys.stderr)
         return 2
@@ -82,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console.print(f"{trainer.config.model}: {parameters:,} parameters; {trainer.total_steps:,} steps")
     if trainer.speed is not None:
         console.print(trainer.speed.describe())
-    with stop_on_interrupt(trainer), Scalars.open(trainer.config) as scalars:
+    with stop_on_interrupt(trainer), opened as scalars:
         train_with_progress(trainer, console, scalars)
     if trainer.stop_requested:
         console.print(f"stopped at step {trainer.step}; {trainer.checkpoint} written, --resume goes on")

@@ -26,7 +26,7 @@ from .optim import Optimizers
 from .speed import Speed
 
 # A resumed run may differ from the saved one in these: they do not touch the trajectory.
-FREE_ON_RESUME = ("mode", "out", "eval_every", "save_every", "log_every", "mfu", "tensorboard", "eval_samples")
+FREE_ON_RESUME = ("mode", "out", "eval_every", "save_every", "log_every", "mfu", "tensorboard", "eval_samples", "workers")
 PRECISIONS = ("fp32", "bf16")
 
 
@@ -52,6 +52,7 @@ class TrainConfig:
     dropout: float | None = None
     pooling: str = "mean"
     seed: int = 0
+    workers: int = 0
     device: str = "cpu"
     out: str = "runs/train"
     eval_every: int = 200
@@ -69,6 +70,8 @@ class TrainConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
+        if self.workers < 0:
+            raise ValueError(f"workers must not be negative, got {self.workers}")
         for name in ("epochs", "clip"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
@@ -86,7 +89,7 @@ class Trainer:
         )  # fmt: skip
         self.model: nn.Module = self.work.module.to(config.device)
         self.compiled = tasks.compiled(self.model, config.mode)
-        self.batches = self.work.source.train(config.batch_size, config.seed)
+        self.batches = self.work.source.train(config.batch_size, config.seed, workers=config.workers)
         per_epoch = self.work.source.steps_per_epoch(config.batch_size)
         self.total_steps = config.steps or max(1, round(config.epochs * per_epoch))
         self.optimizers = Optimizers(

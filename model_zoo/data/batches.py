@@ -5,7 +5,9 @@ A history is a range of a flat event list, so a padded batch is one gather per f
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -119,6 +121,8 @@ class BatchIterator:
 
     Process ``rank`` of ``world_size`` takes every ``world_size``-th batch of the same plan; what is left over at the end
     of an epoch is dropped, so that all take the same number of steps. All agree on ``state_dict``.
+
+    ``workers`` threads make batches ahead of time; which batches come, and in what order, does not depend on them.
     """
 
     def __init__(
@@ -132,6 +136,7 @@ class BatchIterator:
         drop_last: bool = False,
         rank: int = 0,
         world_size: int = 1,
+        workers: int = 0,
     ) -> None:
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
@@ -143,7 +148,7 @@ class BatchIterator:
             raise ValueError(f"samples holds {len(samples)} samples, too few for a batch of {batch_size}")
         self.samples, self.batch_size, self.order, self.seed = samples, batch_size, order, seed
         self.pad_to, self.drop_last = pad_to, drop_last
-        self.rank, self.world_size = rank, world_size
+        self.rank, self.world_size, self.workers = rank, world_size, workers
         if len(self) == 0:
             raise ValueError(
                 f"samples holds {len(samples)} samples, too few for a batch of {batch_size} on each of {world_size}"
@@ -162,11 +167,29 @@ class BatchIterator:
         return full + (rest > 0 and not self.drop_last)
 
     def __iter__(self) -> Iterator[Batch]:
-        while self.position < len(self):
-            index = self._batches()[self.position * self.world_size + self.rank]
-            self.position += 1
-            yield self.samples.collate(index, self.pad_to)
+        for batch in self._ahead() if self.workers else map(self._batch, range(self.position, len(self))):
+            self.position += 1  # counts what was given, not what was made ahead
+            yield batch
         self.epoch, self.position = self.epoch + 1, 0
+
+    def _batch(self, number: int) -> Batch:
+        """The ``number``-th batch of this epoch and process."""
+        return self.samples.collate(self._batches()[number * self.world_size + self.rank], self.pad_to)
+
+    def _ahead(self) -> Iterator[Batch]:
+        """The rest of the epoch, two batches a worker in the making."""
+        self._batches()  # the plan, before threads ask for it
+        with ThreadPoolExecutor(self.workers) as pool:
+            coming: deque[Future[Batch]] = deque()
+            try:
+                for number in range(self.position, len(self)):
+                    coming.append(pool.submit(self._batch, number))
+                    if len(coming) > 2 * self.workers:
+                        yield coming.popleft().result()
+                while coming:
+                    yield coming.popleft().result()
+            finally:  # a consumer that stops early waits for no more than what is being made
+                pool.shutdown(wait=True, cancel_futures=True)
 
     def endless(self) -> Iterator[Batch]:
         """Epoch after epoch, for training by steps."""

@@ -35,7 +35,7 @@ class Source(Protocol):
 
     schema: Schema
 
-    def train(self, batch_size: int, seed: int, rank: int = 0, world_size: int = 1) -> BatchStream: ...
+    def train(self, batch_size: int, seed: int, rank: int = 0, world_size: int = 1, workers: int = 0) -> BatchStream: ...
 
     def held_out(self, split: str, batch_size: int = 256, limit: int | None = None) -> Iterator[Batch]:
         """The samples of a split once, or its first ``limit``, in batches of similar lengths or in file order."""
@@ -52,11 +52,12 @@ class IndexedSource:
     def __init__(self, samples: Mapping[str, Any], schema: Schema, order: Any = "shuffled") -> None:
         self.samples, self.schema, self.order = dict(samples), schema, order
 
-    def train(self, batch_size: int, seed: int, rank: int = 0, world_size: int = 1) -> BatchIterator:
+    def train(self, batch_size: int, seed: int, rank: int = 0, world_size: int = 1, workers: int = 0) -> BatchIterator:
         # The last, smaller batch of an epoch is dropped: every step then has the same number of samples.
         return BatchIterator(
-            self.samples["train"], batch_size, order=self.order, seed=seed, drop_last=True, rank=rank, world_size=world_size
-        )
+            self.samples["train"], batch_size, order=self.order, seed=seed, drop_last=True, rank=rank,
+            world_size=world_size, workers=workers,
+        )  # fmt: skip
 
     def held_out(self, split: str, batch_size: int = 256, limit: int | None = None) -> Iterator[Batch]:
         return batches_by_length(self.samples[split], batch_size, limit)

@@ -128,8 +128,8 @@ class TableSource:
             raise FileNotFoundError(f"splits.{split}: no file in {self.folder} matches {self.mapped.splits[split]}")
         return found
 
-    def train(self, batch_size: int, seed: int, rank: int = 0, world_size: int = 1) -> TableStream:
-        """Batches in the order of the files, epoch after epoch: the order of time. ``seed`` changes nothing."""
+    def train(self, batch_size: int, seed: int, rank: int = 0, world_size: int = 1, workers: int = 0) -> TableStream:
+        """Batches in the order of the files, which is that of time. ``seed`` and ``workers`` change nothing."""
         return TableStream(self, "train", batch_size, rank, world_size)
 
     def held_out(self, split: str, batch_size: int = 256, limit: int | None = None) -> Iterator[Batch]:

@@ -129,7 +129,9 @@ def test_quality_plans_and_figures(load, monkeypatch, tmp_path, capsys):
     assert 0.5 < row["best_ne"]["ctr"] < 1 and path.with_suffix(".png").exists()
     assert "quality-" in capsys.readouterr().out
 
-    options = quality.parser().parse_args(["--modes", "eager", "gemopt", "--config", "tiny", "small"])
+    options = quality.parser().parse_args(
+        ["--modes", "eager", "gemopt", "--config", "a", "b", "--steps", "9", "--movielens-steps", "9"]
+    )
     names = [(c.data, label, c.mode, c.seed) for c, label in quality.plans(options)]
     assert len(names) == len(set(names)) == 3 * (2 * 2 + 3 + 1)
     assert ("movielens", "sasrec", "gemopt", 0) not in names and ("movielens", "gem small", "gemopt", 2) in names

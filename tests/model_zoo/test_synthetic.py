@@ -171,6 +171,21 @@ def test_shards_and_resuming(world, steps, order):
         stream(0, world + 1).load_state_dict(first.state_dict())
 
 
+@pytest.mark.parametrize("workers", [1, 3])
+def test_workers_change_nothing(workers):
+    def stream(workers):
+        return BatchIterator(Synthetic(TINY).split("train", 40), 4, seed=3, workers=workers)
+
+    straight = list(itertools.islice(stream(0).endless(), 14))
+    ahead = stream(workers)
+    got = list(itertools.islice(ahead.endless(), 7))
+    assert ahead.state_dict()["position"] == 7, "made ahead is not given"
+    resumed = stream(workers)
+    resumed.load_state_dict(ahead.state_dict())
+    got += itertools.islice(resumed.endless(), 7)
+    assert all(map(same, got, straight))
+
+
 def test_bad_arguments_are_named():
     for name, value in (
         ("n_events", 0),

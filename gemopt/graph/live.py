@@ -244,7 +244,7 @@ class Live:
         self._demand[node] = self._join(node, self.demand(node), rows)
 
     def _join(self, node: fx.Node, a: Term, b: Term) -> Term:
-        joined = t.or_(a, b)
+        joined = without_ranges(t.or_(a, b))
         parts = t.disjuncts(joined)
         masks = [p for p in parts if not is_point(p)]
         points = [p for p in parts if is_point(p)]
@@ -261,7 +261,8 @@ class Live:
         return t.or_(mask, *outside)
 
     def _beyond(self, point: Term, mask: Term) -> bool:
-        """Whether a point lies past the end of every tensor that the mask reads: the candidate, kept behind the history."""
+        """Whether a point lies outside the mask, or past the end of every tensor that the mask reads: a candidate that is
+        kept before or behind the history."""
         at = next((c for c in t.conjuncts(point) if c.op == "eq0" and _fixes_slot(c) and not c.leaves), None)
         if at is None or len(at.slots) != 1:
             return False
@@ -271,6 +272,8 @@ class Live:
         if any(x.op != "size" for x in parts):
             return False
         position = sign * (sum((x.args[0] * k for x, k in parts.items()), sympy.Integer(0)) + constant)
+        if t.substitute(mask, {slot: t.size(position)}) == t.FALSE:
+            return True
         ends = [end for leaf, axis in t.reads_at(mask, slot) for end in self.known.values.extents(leaf)[axis : axis + 1]]
         return bool(ends) and all((position - end).is_nonnegative for end in ends)
 

@@ -22,6 +22,7 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
+from torch.utils._sympy.functions import FloorDiv
 
 from gemopt.graph import terms as t
 from gemopt.graph.terms import Term
@@ -75,8 +76,21 @@ class NotUnderstood(Exception):
 def expr_of(value: Any) -> sympy.Expr:
     """A size as a sympy expression, with the shape environment's known equalities applied; never guards."""
     if isinstance(value, torch.SymInt):
-        return value.node.shape_env.replace(value.node.expr)
+        env = value.node.shape_env
+        expr = env.replace(value.node.expr)
+        return _without_nested_quotients(expr, env) if expr.has(FloorDiv) else expr
     return sympy.Integer(int(value))
+
+
+def _without_nested_quotients(expr: sympy.Expr, env: Any) -> sympy.Expr:
+    """``L // (L // 4)``, as torch calls the inner size of a view, is 4 where a guard of the shape environment says so."""
+    for quotient in expr.atoms(FloorDiv):
+        whole, divisor = quotient.args
+        if isinstance(divisor, FloorDiv) and divisor.args[0] == whole and divisor.args[1].is_Integer:
+            equal = sympy.Eq(quotient, divisor.args[1])
+            if any(env.replace(guard.expr) == equal for guard in env.guards):
+                expr = expr.xreplace({quotient: divisor.args[1]})
+    return expr
 
 
 def shape_of(node: fx.Node) -> tuple[sympy.Expr, ...]:
@@ -158,6 +172,15 @@ def backward(p: Term, access: Access, out_sizes: Sequence[sympy.Expr], in_sizes:
                 guards.append(t.lt(inverse[j], t.size(out_sizes[j])))
         else:
             pending.append((i, expr))
+    for j, (outer, inner, position) in _joined_axes(pending).items():
+        inverse[j] = position
+        pending = [x for x in pending if x[0] not in (outer, inner)]
+    for i, expr in pending:
+        parts = _split_axis(expr, out_sizes)
+        if parts is not None and not set(parts) & set(inverse):
+            outer, inner, width = *parts, int(out_sizes[parts[1]])
+            inverse[outer] = t.call("floordiv", t.slot(i), width, integer=True)
+            inverse[inner] = t.sub(t.slot(i), t.scale(inverse[outer], width))
     known = frozenset(inverse)
     for i, expr in pending:
         if t.constant_value(expr) is not None and in_sizes is not None and _is_stack(in_sizes[i]):
@@ -165,6 +188,29 @@ def backward(p: Term, access: Access, out_sizes: Sequence[sympy.Expr], in_sizes:
         if expr.slots <= known:
             guards.append(t.eq(t.slot(i), t.substitute(expr, inverse)))
     return t.and_(t.substitute(t.project(p, known), inverse), *guards)
+
+
+def _joined_axes(pending: Sequence[tuple[int, Term]]) -> dict[int, tuple[int, int, Term]]:
+    """slot j: (n, i, ``width * n + i``) where the operand's slots n and i are ``j // width`` and its remainder."""
+    found: dict[int, tuple[int, int, Term]] = {}
+    at = {expr: i for i, expr in pending}
+    for expr, outer in at.items():
+        if expr.op == "floordiv" and expr.args[0].op == "slot":
+            inner = at.get(t.sub(expr.args[0], t.scale(expr, expr.args[1])))
+            if inner is not None:
+                position = t.add(t.scale(t.slot(outer), expr.args[1]), t.slot(inner))
+                found[expr.args[0].args[0]] = outer, inner, position
+    return found
+
+
+def _split_axis(expr: Term, sizes: Sequence[sympy.Expr]) -> tuple[int, int] | None:
+    """The slots (n, i) of ``width * n + i``: an axis of unknown size in pieces of a fixed one."""
+    parts, constant = t.as_linear(expr)
+    if constant != 0 or len(parts) != 2 or any(x.op != "slot" for x in parts):
+        return None
+    (inner, one), (outer, width) = sorted(((x.args[0], k) for x, k in parts.items()), key=lambda part: part[1])
+    fixed = one == 1 and width > 1 and sizes[inner] == width and not sizes[outer].is_Integer
+    return (outer, inner) if fixed else None
 
 
 def _is_stack(size: sympy.Expr) -> bool:
@@ -191,6 +237,46 @@ def identity(dims: Dims) -> Exprs:
 
 def reshape(sizes: Sequence[sympy.Expr], shape: Sequence[sympy.Expr]) -> tuple[Dims, Exprs]:
     """Row-major view of factors as ``shape``: the new dims, and each old factor over the new slots."""
+    whole = _whole_quotients(sizes, shape)
+    dims, exprs = _row_major([s.xreplace(whole) for s in sizes], [s.xreplace(whole) for s in shape])
+    named = {name: quotient for quotient, name in whole.items() if name.is_Symbol}
+    return _rejoined(tuple(tuple(f.xreplace(named) for f in dim) for dim in dims), exprs)
+
+
+def _rejoined(dims: Dims, exprs: Exprs) -> tuple[Dims, Exprs]:
+    """An axis of unknown size that was cut into pieces of a fixed one is one axis again once they are merged."""
+    joined: list[tuple[sympy.Expr, ...]] = []
+    replace: dict[int, Term] = {}
+    at = new = 0
+    for dim in dims:
+        if len(dim) == 2 and dim[0].has(FloorDiv) and dim[1].is_Integer:
+            width, position = int(dim[1]), t.slot(new)
+            outer = t.call("floordiv", position, width, integer=True)
+            replace |= {at: outer, at + 1: t.sub(position, t.scale(outer, width))}
+            joined.append((dim[0] * width,))
+        else:
+            replace |= {at + k: t.slot(new + k) for k in range(len(dim))}
+            joined.append(dim)
+        at, new = at + len(dim), new + len(joined[-1])
+    return tuple(joined), tuple(None if e is None else t.substitute(e, replace) for e in exprs)
+
+
+def _whole_quotients(sizes: Sequence[sympy.Expr], shape: Sequence[sympy.Expr]) -> dict[sympy.Expr, sympy.Expr]:
+    """``L`` and ``L // 4`` as ``4 n`` and ``n``, where a view between them is only possible if 4 divides L."""
+    found: dict[sympy.Expr, sympy.Expr] = {}
+    for quotient in {q for s in (*sizes, *shape) for q in s.atoms(FloorDiv)}:
+        whole, divisor = quotient.args
+        if not divisor.is_Integer:
+            continue
+        ratio = sympy.cancel(sympy.prod(sizes) / sympy.prod(shape))
+        missing = whole / (divisor * quotient)
+        if sympy.cancel(ratio - missing) == 0 or sympy.cancel(ratio * missing - 1) == 0:
+            name = sympy.Dummy("n", integer=True, positive=True)
+            found |= {quotient: name, whole: divisor * name}
+    return found
+
+
+def _row_major(sizes: Sequence[sympy.Expr], shape: Sequence[sympy.Expr]) -> tuple[Dims, Exprs]:
     queue = [(s, i) for i, s in enumerate(sizes)]
     dims: list[tuple[sympy.Expr, ...]] = []
     pieces: dict[int, list[tuple[int, sympy.Expr]]] = {i: [] for i in range(len(queue))}

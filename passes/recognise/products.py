@@ -12,7 +12,7 @@ from gemopt.graph import terms as t
 from gemopt.graph.accesses.contractions import contracts_pairs
 from gemopt.graph.attention import Joined, Site, split_mask
 from gemopt.graph.facts import Analysis
-from gemopt.graph.slots import Access, Exprs, Info, argument, is_tensor, op_name
+from gemopt.graph.slots import Access, Exprs, Info, argument, is_tensor, op_name, shape_of
 from gemopt.passes.recognise.scores import join_added, step_scores
 from gemopt.passes.recognise.walk import NoMatch, Walk, compose, owned, slots_of
 from gemopt.passes.recognise.weights import ACTIVATIONS, step_weights
@@ -97,6 +97,12 @@ def _is_weight(node: fx.Node) -> bool:
     return node.op in ("placeholder", "get_attr") and node.meta["val"].ndim == 2
 
 
+def _is_trained(node: fx.Node) -> bool:
+    """A parameter of fixed size, as values: every sequence would have the same ones."""
+    fixed = all(n.is_Integer for n in shape_of(node))
+    return node.op in ("placeholder", "get_attr") and fixed and node.meta["val"].requires_grad
+
+
 # ---------------------------------------------------------------- the whole site
 
 
@@ -108,7 +114,7 @@ def explicit_site(out: fx.Node, known: Analysis) -> Site | None:
     if outer.operands[0].operand is outer.operands[1].operand or not _only_product(outer, known):
         return None
     for weights, values in (outer.operands, outer.operands[::-1]):
-        if _is_weight(values.operand) or not leads_to_product(weights.operand, known):
+        if _is_weight(values.operand) or _is_trained(values.operand) or not leads_to_product(weights.operand, known):
             continue
         sizes = known.info(weights.operand).sizes
         contracted = [i for i, e in enumerate(weights.exprs) if e is None]

@@ -112,3 +112,43 @@ def test_blocks_of_other_sizes_are_not_one():
     compiled = gemopt.compile(model, recipe=gemopt.Recipe(inner="eager", strict=True))
     assert_equivalent(model, inputs, compiled=compiled, max_len=MAX_LEN)
     assert "block_attention" not in {r.kernel for r in compiled.report.rewrites}
+
+
+class Reshaped(nn.Module):
+    """The other spelling: ``[B, L / block, block, D]``. ``pads`` rounds L up first, inside the model."""
+
+    def __init__(self, block: int, score: str = "softmax", pads: bool = False) -> None:
+        super().__init__()
+        self.block, self.score, self.pads = block, score, pads
+        self.items = nn.Embedding(IDS, D)
+        self.qkv, self.mlp = nn.Linear(D, 3 * D), nn.Linear(D, D)
+
+    def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
+        length = ids.size(1)
+        valid = torch.arange(length, device=ids.device)[None, :] < lengths[:, None]
+        x = self.items(ids)
+        y, keys = x, valid
+        if self.pads:
+            y, keys = F.pad(x, (0, 0, 0, -length % self.block)), F.pad(valid, (0, -length % self.block))
+        q, k, v = self.qkv(y).view(len(ids), -1, self.block, 3, HEADS, D // HEADS).permute(3, 0, 1, 4, 2, 5)
+        scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
+        allowed = keys.view(len(ids), -1, self.block)[:, :, None, None, :]
+        if self.score == "softmax":
+            weights = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min).softmax(-1)
+        else:
+            weights = F.gelu(scores) * allowed
+        y = (weights @ v).transpose(2, 3).reshape(len(ids), -1, D)[:, :length]
+        x = x + y
+        x = x + self.mlp(x).relu()
+        return (x * valid[..., None]).sum(1)
+
+
+@pytest.mark.parametrize(("block", "score", "pads"), [(4, "softmax", False), (2, "gelu", False), (4, "gelu", True)])
+def test_reshaped(block, score, pads):
+    torch.manual_seed(0)
+    model = Reshaped(block, score, pads)
+    compiled = gemopt.compile(model, recipe=gemopt.Recipe(inner="eager", strict=True, min_saving=0.0))
+    result = assert_equivalent(model, inputs, compiled=compiled, max_len=21 if pads else 20)
+    kernels = {r.kernel for r in compiled.report.rewrites if r.kernel}
+    assert pads or kernels == {"jagged_attention" if score == "softmax" else "gdpa(gelu)"}
+    assert pads or any(c.path == "packed" for c in result.cases)

@@ -124,10 +124,10 @@ def slice_(node: fx.Node, ctx: Context) -> Info:
     first = sympy.Integer(0) if start is None else _size_argument(start)
     if first.is_negative:
         first = old[dim] + first
-    if step != 1 or len(info.dims[dim]) > 1 or not first.is_nonnegative:
-        raise NotUnderstood("slice with a step or over a merged dim")
+    if not isinstance(step, int) or len(info.dims[dim]) > 1 or not first.is_nonnegative:
+        raise NotUnderstood("slice with a step of unknown size or over a merged dim")
     dims = tuple(fresh([new[d]])[0] if d == dim else f for d, f in enumerate(info.dims))
-    exprs = aligned(info, dims, dim, lambda j: t.add(j, t.size(first)))
+    exprs = aligned(info, dims, dim, lambda j: t.add(t.scale(j, step), t.size(first)))
     return Info(dims, (Access(x, exprs),), "slice")
 
 

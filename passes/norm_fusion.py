@@ -11,14 +11,14 @@ block is read backwards from its last addition. Legal because
 - nothing else reads ln, g or the tensors between: they are gone from the rewritten graph;
 - all of it lies in one region of autocast and grad mode, in one dtype, and is recomputed together or not at all.
 
-An RMSNorm is `aten.rms_norm`, or x / sqrt(mean x² + eps) written out. A norm with elementwise weights stays, with a reason.
+An RMSNorm is `aten.rms_norm`, or x / sqrt(mean x² + eps) written out; either norm may have elementwise weights.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -50,6 +50,8 @@ class Norm:
     eps: float | None
     interior: tuple[fx.Node, ...]
     axis: int = -1
+    weight: fx.Node | None = None
+    bias: fx.Node | None = None
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,12 @@ class Block:
     def q(self) -> fx.Node:
         """What LayerNorm reads and the last addition adds. Read anew: the block before may have been rewritten."""
         return _through_reshapes(self.layer_norm.interior[0].args[0])[0]
+
+    @property
+    def weights(self) -> dict[str, fx.Node | None]:
+        """By the names of pffn's arguments."""
+        layer = self.layer_norm
+        return {"ln_weight": layer.weight, "ln_bias": layer.bias, "rms_weight": self.rms_norm.weight}
 
 
 @dataclass(frozen=True)
@@ -149,13 +157,19 @@ def _shape_reason(block: Block, values: dict[fx.Node, Any]) -> str | None:
         if norm.axis not in (-1, values[norm.x].ndim - 1):
             return f"{name} runs over another axis than the last"
         width = values[norm.x].shape[-1] if norm.width is None else norm.width
+        for weight in (norm.weight, norm.bias):
+            sizes = [] if weight is None else list(values[weight].shape)
+            known = all(isinstance(n, int) for n in sizes)
+            if weight is not None and not (known and math.prod(sizes) == width and (norm.width or sizes[-1] == width)):
+                return f"{name} is multiplied by something that is not a weight for each of its features"
         if width != heads * head_dim:
             return f"{name} runs over {width} features, the attention has {heads} heads of {head_dim}"
     if any(math.prod(values[n].shape[1:]) != heads * head_dim for n in (block.q, block.out)):
         return "the residual has leading axes besides the rows"
     if values[block.gdpa.args[2]].shape[2] != head_dim:  # type: ignore[index]
         return "the values have another head_dim than the queries"
-    dtypes = {values[n].dtype for n in (block.q, block.out, *block.gdpa.args[:3])}  # type: ignore[index]
+    weights = [w for w in block.weights.values() if w is not None]
+    dtypes = {values[n].dtype for n in (block.q, block.out, *block.gdpa.args[:3], *weights)}  # type: ignore[index]
     if len(dtypes) > 1 or out.dtype != q.dtype:
         return f"the block mixes dtypes: {', '.join(sorted(map(str, dtypes)))}"
     return None
@@ -190,14 +204,11 @@ def _from_attention(gdpa: fx.Node) -> Block | Near | None:
     out = _sum_with(second.interior[-1], first.x, steps)
     if out is None:
         return None
-    near = _refusal(gdpa, layer, out, first, second)
+    near = _refusal(gdpa, out, first, second)
     return near or Block(out, gdpa, first, second, (layer, *steps))
 
 
-def _refusal(gdpa: fx.Node, layer: fx.Node, out: fx.Node, first: Norm, second: Norm) -> Near | None:
-    weighted = "LayerNorm" if any(layer.args[2:4]) else "RMSNorm" if _weight_of(second) is not None else None
-    if weighted:
-        return Near(out, f"the {weighted} of the block has elementwise weights", "pass elementwise_affine=False")
+def _refusal(gdpa: fx.Node, out: fx.Node, first: Norm, second: Norm) -> Near | None:
     if first.eps is None or first.eps <= 0 or (second.eps is not None and second.eps <= 0):
         return Near(out, f"the norms of the block have eps {first.eps} and {second.eps}; both must be positive")
     if set(gdpa.kwargs) - _PLAIN_GDPA:
@@ -258,7 +269,9 @@ def _layer_norm(node: Any) -> Norm | None:
         return None
     x, _ = _through_reshapes(node.args[0])
     width = _product(node.args[1])
-    return None if width is None else Norm(x, width, float(argument(node, "eps")), (node,))
+    if width is None:
+        return None
+    return Norm(x, width, float(argument(node, "eps")), (node,), -1, argument(node, "weight"), argument(node, "bias"))
 
 
 def _rms_norm(x: fx.Node, steps: list[fx.Node]) -> Norm | None:
@@ -267,16 +280,12 @@ def _rms_norm(x: fx.Node, steps: list[fx.Node]) -> Norm | None:
     node = _reader(x, passed)
     if node is not None and node.target is aten.rms_norm.default:
         width, eps = _product(node.args[1]), argument(node, "eps")
-        norm = None if width is None else Norm(x, width, None if eps is None else float(eps), (*passed, node))
+        eps = None if eps is None else float(eps)
+        norm = None if width is None else Norm(x, width, eps, (*passed, node), -1, argument(node, "weight"))
     else:
         norm = _written_rms_norm(x)
     steps += norm.interior if norm is not None else ()
     return norm
-
-
-def _weight_of(norm: Norm) -> Any:
-    last = norm.interior[-1]
-    return argument(last, "weight") if last.target is aten.rms_norm.default else None
 
 
 def _product(sizes: Any) -> int | None:
@@ -293,8 +302,20 @@ def _written_rms_norm(x: fx.Node) -> Norm | None:
         root = b if a is x else a if b is x and not divided else None
         found = _root_mean_square(root, x, inverse=not divided) if isinstance(root, fx.Node) else None
         if found is not None:
-            return Norm(x, None, found[0], (*found[2], user), found[1])
+            return _weighted(Norm(x, None, found[0], (*found[2], user), found[1]))
     return None
+
+
+def _weighted(norm: Norm) -> Norm:
+    """The norm with the weight that its result is multiplied by, if it is (that it is one is seen from its shape)."""
+    steps: list[fx.Node] = []
+    reader = _reader(norm.interior[-1], steps)
+    if reader is None or steps or reader.target is not aten.mul.Tensor:
+        return norm
+    others = [a for a in reader.args if a is not norm.interior[-1]]
+    if len(others) != 1 or not isinstance(others[0], fx.Node):
+        return norm
+    return replace(norm, interior=(*norm.interior, reader), weight=others[0])
 
 
 def _root_mean_square(node: fx.Node, x: fx.Node, inverse: bool) -> tuple[float, int, list[fx.Node]] | None:
@@ -342,6 +363,9 @@ def rewrite(gm: fx.GraphModule, block: Block, values: dict[fx.Node, Any]) -> Non
         if values[q].ndim != 3 or values[q].shape[1] != heads:
             q = graph.call_function(aten.reshape.default, (q, [-1, heads, head_dim]))
         kwargs = {**gdpa.kwargs, "eps": block.layer_norm.eps, "rms_eps": block.rms_norm.eps}
+        for name, weight in block.weights.items():
+            if weight is not None:
+                kwargs[name] = graph.call_function(aten.reshape.default, (weight, [heads * head_dim]))
         fused = graph.call_function(ops.pffn, (q, *rest), kwargs)
         made = [q, fused]
         if values[out].ndim != 3 or values[out].shape[1] != heads:

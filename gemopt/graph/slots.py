@@ -78,18 +78,17 @@ def expr_of(value: Any) -> sympy.Expr:
     if isinstance(value, torch.SymInt):
         env = value.node.shape_env
         expr = env.replace(value.node.expr)
-        return _without_nested_quotients(expr, env) if expr.has(FloorDiv) else expr
+        return _with_known_quotients(expr, env) if expr.has(FloorDiv) else expr
     return sympy.Integer(int(value))
 
 
-def _without_nested_quotients(expr: sympy.Expr, env: Any) -> sympy.Expr:
+def _with_known_quotients(expr: sympy.Expr, env: Any) -> sympy.Expr:
     """``L // (L // 4)``, as torch calls the inner size of a view, is 4 where a guard of the shape environment says so."""
     for quotient in expr.atoms(FloorDiv):
-        whole, divisor = quotient.args
-        if isinstance(divisor, FloorDiv) and divisor.args[0] == whole and divisor.args[1].is_Integer:
-            equal = sympy.Eq(quotient, divisor.args[1])
-            if any(env.replace(guard.expr) == equal for guard in env.guards):
-                expr = expr.xreplace({quotient: divisor.args[1]})
+        for guard in env.guards:
+            known = env.replace(guard.expr)
+            if isinstance(known, sympy.Eq) and known.args[0] == quotient and known.args[1].is_Integer:
+                expr = expr.xreplace({quotient: known.args[1]})
     return expr
 
 
@@ -239,7 +238,7 @@ def reshape(sizes: Sequence[sympy.Expr], shape: Sequence[sympy.Expr]) -> tuple[D
     """Row-major view of factors as ``shape``: the new dims, and each old factor over the new slots."""
     whole = _whole_quotients(sizes, shape)
     dims, exprs = _row_major([s.xreplace(whole) for s in sizes], [s.xreplace(whole) for s in shape])
-    named = {name: quotient for quotient, name in whole.items() if name.is_Symbol}
+    named = {name: quotient for quotient, name in whole.items() if isinstance(name, sympy.Dummy)}
     return _rejoined(tuple(tuple(f.xreplace(named) for f in dim) for dim in dims), exprs)
 
 
@@ -262,8 +261,12 @@ def _rejoined(dims: Dims, exprs: Exprs) -> tuple[Dims, Exprs]:
 
 
 def _whole_quotients(sizes: Sequence[sympy.Expr], shape: Sequence[sympy.Expr]) -> dict[sympy.Expr, sympy.Expr]:
-    """``L`` and ``L // 4`` as ``4 n`` and ``n``, where a view between them is only possible if 4 divides L."""
+    """``L`` and ``L // 4`` as ``4 n`` and ``n``, where a view between them is only possible if 4 divides L; and two symbols
+    as one, where it is only possible if they are equal."""
     found: dict[sympy.Expr, sympy.Expr] = {}
+    one, other = sympy.cancel(sympy.prod(sizes) / sympy.prod(shape)).as_numer_denom()
+    if one.is_Symbol and other.is_Symbol:
+        found[one] = other
     for quotient in {q for s in (*sizes, *shape) for q in s.atoms(FloorDiv)}:
         whole, divisor = quotient.args
         if not divisor.is_Integer:

@@ -77,12 +77,17 @@ def apply_fill(walk: Walk, node: fx.Node, fill: float) -> None:
         if walk.biases or not _vanishes(walk.score, effective, node.meta["val"].dtype):
             raise NoMatch(node, f"masked scores are set to {fill:g}, which {walk.score} does not turn into 0")
         return
-    if not (effective <= HIDING_FILL or (fill <= HIDING_FILL and effective <= SMALLEST_SCALED_FILL)):
+    if not _hides(fill, effective):
         raise NoMatch(
             node, f"masked scores are set to {fill:g}, which still leaves weight on padding",
             "use -inf, torch.finfo(dtype).min or a value of -1e4 or less",
         )  # fmt: skip
     walk.fill = max(walk.fill, effective)
+
+
+def _hides(fill: float, effective: float) -> bool:
+    """Whether scores set to ``fill``, ``effective`` once scaled, get no weight beside others."""
+    return effective <= HIDING_FILL or (fill <= HIDING_FILL and effective <= SMALLEST_SCALED_FILL)
 
 
 def _largest(added: tuple[Walk, Joined]) -> float:
@@ -165,7 +170,7 @@ def _mask_added(walk: Walk, position: int, subtract: bool) -> bool:
     if subtract and term is not None:
         term = lift(lambda a, _: -a, term, t.const(0))
     mask = None if term is None else additive_mask(term)
-    if mask is None or access is None or mask[1] * walk.scale > HIDING_FILL:
+    if mask is None or access is None or not _hides(mask[1], mask[1] * walk.scale):
         return False
     if mask[0] != t.TRUE:
         apply_fill(walk, walk.at, mask[1])
@@ -210,7 +215,8 @@ def _bias_added(walk: Walk, subtract: bool) -> bool:
 def join_added(walk: Walk, added: Joined, factor: float) -> None:
     """Masks and biases of a tensor that is added to the scores ``factor`` times."""
     positive = walk.scale * factor > 0
-    read = read_added(walk.known, added.node, added.exprs, HIDING_FILL / walk.scale if positive else -math.inf)
+    largest = max(HIDING_FILL / walk.scale, min(HIDING_FILL, SMALLEST_SCALED_FILL / walk.scale)) if positive else -math.inf
+    read = read_added(walk.known, added.node, added.exprs, largest)
     if read.allowed != t.TRUE:
         apply_fill(walk, walk.at, read.fill)
         walk.mask = t.and_(walk.mask, read.allowed)

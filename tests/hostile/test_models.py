@@ -23,6 +23,7 @@ QUICK = {
     *("attend_einsum", "sdpa_is_causal", "sasrec", "mha_length_first", "encoder_pre_bld_train", "din"),
     *("encoder_post_lbd_eval", "loss_ignore_index", "loss_and_hidden", "side_features", "odd_graph_break"),
     *("mask_after_softmax", "lstm", "float_mask_pooling", "candidate_behind_history", "masked_bias_where", "written_view"),
+    *("scaled_additive_mask", "batch_of_its_own"),
 }
 LENGTH_CASES = ("given", "zeros", "ones", "full", "skewed", "holes", "all_padding")
 

@@ -110,3 +110,52 @@ class WrittenView(nn.Module):
 def _written(seed: int) -> tuple[nn.Module, Inputs]:
     torch.manual_seed(seed)
     return WrittenView(), _ids_alone
+
+
+class ScaledAdditiveMask(nn.Module):
+    """A mask of -1e4 and a relative bias are added before the scores are scaled by 1 / sqrt(head_dim)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.items, self.relative, self.qkv = nn.Embedding(VOCAB, DIM), nn.Embedding(2 * MAX_LEN, 1), nn.Linear(DIM, 3 * DIM)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        valid, position = ids != 0, torch.arange(ids.size(1), device=ids.device)
+        x = self.items(ids)
+        q, k, v = self.qkv(x).chunk(3, -1)
+        scores = q @ k.transpose(-1, -2)
+        scores = scores + self.relative(position[:, None] - position[None, :] + MAX_LEN).squeeze(-1)
+        scores = (scores + torch.where(valid[:, None, :], 0.0, -1e4)) / DIM**0.5
+        return ((x + scores.softmax(-1) @ v) * valid[..., None]).sum(1)
+
+
+@register("rewritten", "a mask of -1e4 hides scores after a scale too", name="scaled_additive_mask")
+def _scaled(seed: int) -> tuple[nn.Module, Inputs]:
+    torch.manual_seed(seed)
+    return ScaledAdditiveMask(), _ids_alone
+
+
+class BatchOfItsOwn(nn.Module):
+    """nn.MultiheadAttention over a second history whose batch size torch does not know to be the first's; the last
+    event of the first is picked by a one-hot product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.items, self.attend = nn.Embedding(VOCAB, DIM), nn.MultiheadAttention(DIM, HEADS, batch_first=True)
+
+    def forward(self, ids: Tensor, lengths: Tensor, other: Tensor) -> Tensor:
+        x, y = self.items(ids), self.items(other)
+        out = x + self.attend(x, y, y, key_padding_mask=other == 0, need_weights=False)[0]
+        pick = torch.arange(ids.size(1), device=ids.device) == (lengths - 1)[:, None]
+        return (out * pick.to(out.dtype).unsqueeze(-1)).sum(1)
+
+
+def _two_histories(lengths: Tensor, max_len: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    other = ids_for(lengths.flip(0).clamp(min=1), max_len, generator)
+    return ids_for(lengths, max_len, generator), lengths.clone(), other
+
+
+@register("rewritten", "sizes that a view proves equal are one", name="batch_of_its_own")
+def _own_batch(seed: int) -> tuple[nn.Module, Inputs]:
+    torch.manual_seed(seed)
+    return BatchOfItsOwn(), _two_histories

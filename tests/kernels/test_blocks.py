@@ -54,20 +54,28 @@ def test_tile_list(lens: list[int], in_order: bool) -> None:
     assert order == sorted(order)
 
 
-def test_norms() -> None:
+@pytest.mark.parametrize("rows", [5, 40])
+@pytest.mark.parametrize("weighted", ["", "w", "b", "wb"])
+def test_norms(weighted: str, rows: int) -> None:
     gen = torch.Generator().manual_seed(0)
-    x, dy, residual = (torch.randn(5, 3, 40, generator=gen) for _ in range(3))
+    x, dy, residual = (torch.randn(rows, 3, 40, generator=gen) for _ in range(3))
     wide = [3, 40]
+    weight, bias = (torch.randn(wide, generator=gen).requires_grad_() if name in weighted else None for name in "wb")
     x.requires_grad_()
-    y = torch.nn.functional.layer_norm(x, wide)
-    (dx,) = torch.autograd.grad(y, x, dy)
-    n = torch.nn.functional.rms_norm(x, wide, eps=1e-5)
-    (dn,) = torch.autograd.grad(n, x, dy)
+    y = torch.nn.functional.layer_norm(x, wide, weight, bias)
+    leaves = [z for z in (weight, bias) if z is not None]
+    dx, *dwb = torch.autograd.grad(y, [x, *leaves], dy)
+    n = torch.nn.functional.rms_norm(x, wide, weight, eps=1e-5)
+    dn, *dw = torch.autograd.grad(n, [x, *leaves[: len(weighted.strip("b"))]], dy)
     x = x.detach().to(DEVICE)
-    got, rstd = norms.layer_norm(x, 1e-5)
+    own = [None if z is None else z.detach().to(DEVICE).reshape(-1) for z in (weight, bias)]
+    got, stats = norms.layer_norm(x, 1e-5, *own)
     torch.testing.assert_close(got.cpu(), y.detach(), rtol=1e-5, atol=1e-5)
-    back = norms.layer_norm_gradient(got, rstd, dy.to(DEVICE), residual.to(DEVICE))
+    back, *sums = norms.layer_norm_gradient(x if weighted else got, stats, dy.to(DEVICE), residual.to(DEVICE), *own)
     torch.testing.assert_close(back.cpu(), dx + residual, rtol=1e-4, atol=1e-5)
-    added = norms.rms_add(x, residual.to(DEVICE), 1e-5)
+    added = norms.rms_add(x, residual.to(DEVICE), 1e-5, own[0])
     torch.testing.assert_close(added.cpu(), (n + residual).detach(), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(norms.rms_gradient(x, dy.to(DEVICE), 1e-5).cpu(), dn, rtol=1e-4, atol=1e-5)
+    back, total = norms.rms_gradient(x, dy.to(DEVICE), 1e-5, own[0])
+    torch.testing.assert_close(back.cpu(), dn, rtol=1e-4, atol=1e-5)
+    for found, want in zip([s for s in (*sums, total) if s is not None], [*dwb, *dw], strict=True):
+        torch.testing.assert_close(found.cpu().view(wide), want, rtol=1e-4, atol=1e-4)

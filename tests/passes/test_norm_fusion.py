@@ -46,17 +46,18 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Embedding, two blocks, mean over the valid items."""
+    """Embedding, blocks, mean over the valid items."""
 
-    def __init__(self, **parts: Callable[..., Any]) -> None:
+    def __init__(self, blocks: int = 1, **parts: Callable[..., Any]) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.table = nn.Embedding(30, WIDTH, padding_idx=0)
-        self.first, self.second = Block(**parts), Block(**parts)
+        self.blocks = nn.ModuleList(Block(**parts) for _ in range(blocks))
 
     def forward(self, ids: Tensor, context: Tensor) -> Tensor:
         x = self.table(ids)
-        x = self.second(self.first(x, context), context)
+        for block in self.blocks:
+            x = block(x, context)
         valid = (ids != 0)[..., None]
         return (x * valid).sum(1) / valid.sum(1).clamp(min=1)
 
@@ -76,11 +77,11 @@ def step(model: Any, *args: Tensor) -> list[Tensor]:
     return [out.detach().double(), *(p.grad.double().clone() for p in model.parameters() if p.grad is not None)]
 
 
-def check(recipe: gemopt.Recipe | None = None, **parts: Callable[..., Any]) -> Any:
+def check(recipe: gemopt.Recipe | None = None, blocks: int = 1, **parts: Any) -> Any:
     """Compare with eager in fp64, forward and backward, and return the report."""
     torch._dynamo.reset()
-    model, args = Model(**parts), inputs()
-    fast = gemopt.compile(model, recipe=recipe or gemopt.Recipe(inner="aot_eager", min_saving=0.0, strict=True))
+    model, args = Model(blocks, **parts), inputs()
+    fast = gemopt.compile(model, recipe=recipe or gemopt.Recipe(inner="eager", min_saving=0.0, strict=True))
     got, eager = step(fast, *args), step(model, *args)
     exact = step(copy.deepcopy(model).double(), args[0], args[1].double())
     for x, low, want in zip(got, eager, exact, strict=True):
@@ -97,7 +98,36 @@ def reasons(report: Any) -> list[str]:
     return [r.reason for r in report.rejections if r.rule == "norm fusion"]
 
 
-SPELLINGS: dict[str, dict[str, Callable[..., Any]]] = {
+def jittered(norm: nn.Module) -> nn.Module:
+    """With weights that are not all one."""
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for p in norm.parameters():
+            p.add_(torch.randn(p.shape, generator=generator) / 3)
+    return norm
+
+
+class _Biased(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.linspace(-1, 1, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, [WIDTH], None, self.bias)
+
+
+class _Written(nn.Module):
+    """RMSNorm as language models write it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 2, WIDTH))
+
+    def forward(self, g: Tensor) -> Tensor:
+        return self.weight * (g * torch.rsqrt(g.pow(2).mean(-1, keepdim=True) + 1e-6))
+
+
+SPELLINGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "swapped sums": {"inner": lambda o, ln: ln + o, "outer": lambda y, x, g: x + y},
     "default eps": {"rms": lambda g: F.rms_norm(g, [WIDTH])},
@@ -108,13 +138,16 @@ SPELLINGS: dict[str, dict[str, Callable[..., Any]]] = {
     "reciprocal": {"rms": lambda g: g * (g.pow(2).mean(-1, True) + 1e-5).sqrt().reciprocal()},
     "modules": {"ln": nn.LayerNorm(WIDTH, elementwise_affine=False), "rms": nn.RMSNorm(WIDTH, elementwise_affine=False)},
     "relu": {"act": F.relu},
+    "weights": {"ln": jittered(nn.LayerNorm(WIDTH)), "rms": jittered(nn.RMSNorm(WIDTH))},
+    "bias alone": {"ln": _Biased()},
+    "weight written out": {"rms": _Written()},
     "norms of the heads": {
         "ln": lambda x: F.layer_norm(x.view(*x.shape[:2], HEADS, HEAD_DIM), [HEADS, HEAD_DIM]).flatten(2),
     },
 }
 
 # What is not the block, and a part of the reason given, if one is.
-MISSES: dict[str, tuple[dict[str, Callable[..., Any]], str | None]] = {
+MISSES: dict[str, tuple[dict[str, Any], str | None]] = {
     "no inner residual": ({"inner": lambda o, ln: o}, None),
     "inner residual twice": ({"inner": lambda o, ln: o + ln + ln}, None),
     "inner residual scaled": ({"inner": lambda o, ln: torch.add(o, ln, alpha=2)}, None),
@@ -137,8 +170,15 @@ MISSES: dict[str, tuple[dict[str, Callable[..., Any]], str | None]] = {
     "cube": ({"rms": lambda g: g * torch.rsqrt(g.abs().pow(3).mean(-1, keepdim=True) + 1e-5)}, None),
     "root of the root": ({"rms": lambda g: g * (g.pow(2).mean(-1, keepdim=True) + 1e-5) ** -0.25}, None),
     "ratio upside down": ({"rms": lambda g: torch.sqrt(g.pow(2).mean(-1, keepdim=True) + 1e-5) / (g.abs() + 1)}, None),
-    "weights": ({"ln": nn.LayerNorm(WIDTH)}, "elementwise weights"),
-    "rms weights": ({"rms": nn.RMSNorm(WIDTH)}, "elementwise weights"),
+    "gate": ({"rms": lambda g: g * torch.rsqrt(g.pow(2).mean(-1, keepdim=True) + 1e-5) * g.sigmoid()}, "read elsewhere"),
+    "weight of a row": (
+        {
+            "rms": lambda g: (
+                g * torch.rsqrt(g.pow(2).mean(-1, keepdim=True) + 1e-5) * torch.arange(1, g.shape[1] + 1)[:, None]
+            )
+        },
+        "not a weight",
+    ),
     "dropout": ({"act": lambda s: F.dropout(F.gelu(s), 0.0)}, None),
 }
 
@@ -146,8 +186,15 @@ MISSES: dict[str, tuple[dict[str, Callable[..., Any]], str | None]] = {
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_block_becomes_one_op(name: str) -> None:
     report = check(**SPELLINGS[name])
-    assert fused(report) == 2, report
+    assert fused(report) == 1, report
     assert not reasons(report)
+
+
+def test_a_chain_of_blocks_under_autograd() -> None:
+    """The second block reads what the first has become."""
+    recipe = gemopt.Recipe(inner="aot_eager", min_saving=0.0, strict=True)
+    assert fused(check(recipe, blocks=2)) == 2
+    assert fused(check(recipe, blocks=2, **SPELLINGS["weights"])) == 2
 
 
 @pytest.mark.parametrize("name", MISSES)
@@ -155,11 +202,11 @@ def test_near_miss_stays(name: str) -> None:
     parts, reason = MISSES[name]
     report = check(**parts)
     if name == "dropout":  # p = 0 is no dropout
-        assert fused(report) == 2
+        assert fused(report) == 1
         return
     assert fused(report) == 0
     assert (reason is None and not reasons(report)) or all(str(reason) in r for r in reasons(report)), reasons(report)
-    assert reason is None or len(reasons(report)) == 2
+    assert reason is None or len(reasons(report)) == 1
 
 
 def test_region_border_stays() -> None:
@@ -173,7 +220,7 @@ def test_region_border_stays() -> None:
 
 def test_verified() -> None:
     report = check(recipe=gemopt.Recipe(inner="eager", min_saving=0.0, strict=True, verify=True))
-    assert [r.verified for r in report.rewrites if r.rule == "norm fusion"] == [True, True]
+    assert [r.verified for r in report.rewrites if r.rule == "norm fusion"] == [True]
 
 
 def test_a_difference_is_found_and_undone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,7 +228,7 @@ def test_a_difference_is_found_and_undone(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(norm_fusion, "_layer_norm", _other_eps(norm_fusion._layer_norm))
     report = check(recipe=gemopt.Recipe(inner="eager", min_saving=0.0, strict=True, verify=True))
-    assert fused(report) == 0 and all("differs" in r for r in reasons(report)) and len(reasons(report)) == 2
+    assert fused(report) == 0 and all("differs" in r for r in reasons(report)) and len(reasons(report)) == 1
 
 
 def _other_eps(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,9 +1,10 @@
-"""Row norms of the PFFN block in Triton, without elementwise weights; statistics in fp32.
+"""Row norms of the PFFN block in Triton, with optional elementwise weights; statistics in fp32.
 
-    layer_norm:  y = (x - mean x) · rstd,   rstd = 1/sqrt(var x + eps)
-    rms_add:     y = x / sqrt(mean x² + eps) + residual
+    layer_norm:  y = n w + b,   n = (x - mean x) · rstd,   rstd = 1/sqrt(var x + eps)
+    rms_add:     y = n w + residual,   n = x / sqrt(mean x² + eps)
 
-Each reads its inputs once and writes its outputs once: the byte floor. A program owns a few rows of N columns.
+Each reads its inputs once and writes its outputs once: the byte floor. A program owns a few rows of N columns. Gradients of
+weights are sums over rows, made in a second pass (`column_sums`): PARTS partial sums, then their sum, in a fixed order.
 """
 
 import torch
@@ -12,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 MAX_COLUMNS = 8192
+PARTS = 264  # two programs for each multiprocessor of a large GPU
 
 
 @triton.jit
@@ -24,92 +26,180 @@ def _rows(base, first, rows, N: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.co
 
 
 @triton.jit
-def layer_norm_forward(x_ptr, y_ptr, rstd_ptr, rows, eps, N: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr):
+def _weight(ptr, N: tl.constexpr, BLOCK_N: tl.constexpr):
+    c = tl.arange(0, BLOCK_N)
+    return tl.load(ptr + c, mask=c < N, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
+def layer_norm_forward(
+    x_ptr, weight_ptr, bias_ptr, y_ptr, stats_ptr, rows, eps,
+    WEIGHT: tl.constexpr, BIAS: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """stats fp32 `[2, T]`: means, then rstd."""
     first = tl.program_id(0) * ROWS
     at, mask = _rows(x_ptr, first, rows, N, BLOCK_N, ROWS)
     x = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    centred = tl.where(mask, x - (tl.sum(x, 1) / N)[:, None], 0.0)
+    mean = tl.sum(x, 1) / N
+    centred = tl.where(mask, x - mean[:, None], 0.0)
     rstd = 1.0 / tl.sqrt(tl.sum(centred * centred, 1) / N + eps)
+    y = centred * rstd[:, None]
+    if WEIGHT:
+        y = y * _weight(weight_ptr, N, BLOCK_N)
+    if BIAS:
+        y = y + _weight(bias_ptr, N, BLOCK_N)
     out, _ = _rows(y_ptr, first, rows, N, BLOCK_N, ROWS)
-    tl.store(out, (centred * rstd[:, None]).to(y_ptr.dtype.element_ty), mask=mask)
+    tl.store(out, y.to(y_ptr.dtype.element_ty), mask=mask)
     r = first + tl.arange(0, ROWS)
-    tl.store(rstd_ptr + r, rstd, mask=r < rows)
+    tl.store(stats_ptr + r, mean, mask=r < rows)
+    tl.store(stats_ptr + rows + r, rstd, mask=r < rows)
 
 
 @triton.jit
 def layer_norm_backward(
-    y_ptr, rstd_ptr, dy_ptr, residual_ptr, dx_ptr, rows, N: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr
-):
-    """dx = rstd (dy - mean dy - y mean(dy y)) + residual."""
+    x_ptr, stats_ptr, dy_ptr, residual_ptr, weight_ptr, dx_ptr, rows,
+    NORMED: tl.constexpr, WEIGHT: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """dx = rstd (dn - mean dn - n mean(dn n)) + residual, dn = dy w. x is n already if NORMED."""
     first = tl.program_id(0) * ROWS
-    at, mask = _rows(y_ptr, first, rows, N, BLOCK_N, ROWS)
-    y = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    at, mask = _rows(x_ptr, first, rows, N, BLOCK_N, ROWS)
+    n = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     at, _ = _rows(dy_ptr, first, rows, N, BLOCK_N, ROWS)
-    dy = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    dn = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     at, _ = _rows(residual_ptr, first, rows, N, BLOCK_N, ROWS)
     residual = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     r = first + tl.arange(0, ROWS)
-    rstd = tl.load(rstd_ptr + r, mask=r < rows, other=0.0)
-    dx = dy - (tl.sum(dy, 1) / N)[:, None] - y * (tl.sum(dy * y, 1) / N)[:, None]
+    rstd = tl.load(stats_ptr + rows + r, mask=r < rows, other=0.0)
+    if not NORMED:
+        mean = tl.load(stats_ptr + r, mask=r < rows, other=0.0)
+        n = tl.where(mask, (n - mean[:, None]) * rstd[:, None], 0.0)
+    if WEIGHT:
+        dn = dn * _weight(weight_ptr, N, BLOCK_N)
+    dx = dn - (tl.sum(dn, 1) / N)[:, None] - n * (tl.sum(dn * n, 1) / N)[:, None]
     at, _ = _rows(dx_ptr, first, rows, N, BLOCK_N, ROWS)
     tl.store(at, (dx * rstd[:, None] + residual).to(dx_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def rms_add_forward(x_ptr, residual_ptr, y_ptr, rows, eps, N: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr):
+def rms_add_forward(
+    x_ptr, residual_ptr, weight_ptr, y_ptr, rows, eps,
+    WEIGHT: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     first = tl.program_id(0) * ROWS
     at, mask = _rows(x_ptr, first, rows, N, BLOCK_N, ROWS)
     x = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     at, _ = _rows(residual_ptr, first, rows, N, BLOCK_N, ROWS)
     residual = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    y = x / tl.sqrt(tl.sum(x * x, 1) / N + eps)[:, None] + residual
+    y = x / tl.sqrt(tl.sum(x * x, 1) / N + eps)[:, None]
+    if WEIGHT:
+        y = y * _weight(weight_ptr, N, BLOCK_N)
     at, _ = _rows(y_ptr, first, rows, N, BLOCK_N, ROWS)
-    tl.store(at, y.to(y_ptr.dtype.element_ty), mask=mask)
+    tl.store(at, (y + residual).to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def rms_backward(x_ptr, dy_ptr, dx_ptr, rows, eps, N: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr):
-    """dx = r (dy - n mean(dy n)), n = x r, r = 1/sqrt(mean x² + eps)."""
+def rms_backward(
+    x_ptr, dy_ptr, weight_ptr, dx_ptr, stats_ptr, rows, eps,
+    WEIGHT: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """dx = r (dn - n mean(dn n)), dn = dy w, n = x r, r = 1/sqrt(mean x² + eps); stats, if WEIGHT: 0 and r."""
     first = tl.program_id(0) * ROWS
     at, mask = _rows(x_ptr, first, rows, N, BLOCK_N, ROWS)
     x = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     at, _ = _rows(dy_ptr, first, rows, N, BLOCK_N, ROWS)
-    dy = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    dn = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     r = 1.0 / tl.sqrt(tl.sum(x * x, 1) / N + eps)
     n = x * r[:, None]
-    dx = (dy - n * (tl.sum(dy * n, 1) / N)[:, None]) * r[:, None]
+    if WEIGHT:
+        dn = dn * _weight(weight_ptr, N, BLOCK_N)
+        row = first + tl.arange(0, ROWS)
+        tl.store(stats_ptr + row, r * 0.0, mask=row < rows)
+        tl.store(stats_ptr + rows + row, r, mask=row < rows)
+    dx = (dn - n * (tl.sum(dn * n, 1) / N)[:, None]) * r[:, None]
     at, _ = _rows(dx_ptr, first, rows, N, BLOCK_N, ROWS)
     tl.store(at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
 
-def _launch(kernel: triton.runtime.JITFunction, rows: int, columns: int, *arguments: object) -> None:
+@triton.jit
+def column_sums(x_ptr, stats_ptr, dy_ptr, sums_ptr, rows, each, N: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    """sums fp32 `[2, parts, N]`: of dy n and of dy, over rows `part * each` and on. Grid (parts, column blocks)."""
+    part = tl.program_id(0)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    scaled = tl.zeros((BLOCK,), tl.float32)
+    plain = tl.zeros((BLOCK,), tl.float32)
+    begin = part.to(tl.int64) * each
+    end = tl.minimum(begin + each, rows)
+    for first in range(begin, end, ROWS):
+        r = first + tl.arange(0, ROWS)
+        mask = (r < end)[:, None] & (c < N)[None, :]
+        at = r[:, None] * N + c[None, :]
+        x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        mean = tl.load(stats_ptr + r, mask=r < end, other=0.0)
+        rstd = tl.load(stats_ptr + rows + r, mask=r < end, other=0.0)
+        scaled += tl.sum(dy * (x - mean[:, None]) * rstd[:, None], 0)
+        plain += tl.sum(dy, 0)
+    to = sums_ptr + part.to(tl.int64) * N + c
+    tl.store(to, scaled, mask=c < N)
+    tl.store(to + tl.num_programs(0) * N, plain, mask=c < N)
+
+
+def _launch(kernel: triton.runtime.JITFunction, rows: int, columns: int, *arguments: object, **flags: bool) -> None:
     block = triton.next_power_of_2(columns)
     at_once = max(1, 4096 // block)
     if rows:
-        kernel[(triton.cdiv(rows, at_once),)](*arguments, N=columns, BLOCK_N=block, ROWS=at_once, num_warps=8)
+        kernel[(triton.cdiv(rows, at_once),)](*arguments, **flags, N=columns, BLOCK_N=block, ROWS=at_once, num_warps=8)
 
 
-def layer_norm(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Contiguous `[T, ...]`, normalised over all but the first axis; and rstd fp32 `[T]`."""
-    y, rstd = torch.empty_like(x), torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
-    _launch(layer_norm_forward, x.shape[0], x[:1].numel(), x, y, rstd, x.shape[0], eps)
-    return y, rstd
+def _sums(x: Tensor, stats: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
+    """fp32 `[N]` each: Σ dy n and Σ dy over the rows of `[T, ...]`, n made of x and stats."""
+    rows, columns = x.shape[0], x.shape[1:].numel()
+    parts = max(1, min(PARTS, triton.cdiv(rows, 16)))
+    sums = torch.empty((2, parts, columns), dtype=torch.float32, device=x.device)
+    grid = (parts, triton.cdiv(columns, 256))
+    column_sums[grid](x, stats, dy, sums, rows, triton.cdiv(rows, parts), N=columns, BLOCK=256, ROWS=16, num_warps=8)
+    return sums[0].sum(0), sums[1].sum(0)
 
 
-def layer_norm_gradient(y: Tensor, rstd: Tensor, dy: Tensor, residual: Tensor) -> Tensor:
-    """Gradient of x plus `residual`; y and rstd are `layer_norm`'s."""
-    dx = torch.empty_like(y)
-    _launch(layer_norm_backward, y.shape[0], y[:1].numel(), y, rstd, dy, residual, dx, y.shape[0])
-    return dx
+def layer_norm(x: Tensor, eps: float, weight: Tensor | None = None, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Contiguous `[T, ...]`, normalised over all but the first axis; and its statistics fp32 `[2, T]`, means and rstd."""
+    y, stats = torch.empty_like(x), torch.empty((2, x.shape[0]), dtype=torch.float32, device=x.device)
+    flags = {"WEIGHT": weight is not None, "BIAS": bias is not None}
+    given = (x if weight is None else weight, x if bias is None else bias)
+    _launch(layer_norm_forward, x.shape[0], x.shape[1:].numel(), x, *given, y, stats, x.shape[0], eps, **flags)
+    return y, stats
 
 
-def rms_add(x: Tensor, residual: Tensor, eps: float) -> Tensor:
+def layer_norm_gradient(
+    x: Tensor, stats: Tensor, dy: Tensor, residual: Tensor, weight: Tensor | None = None, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Gradient of x plus `residual`, and of the weights. x is `layer_norm`'s result if it had no weights, else its input."""
+    dx, plain = torch.empty_like(x), weight is None and bias is None
+    flags = {"NORMED": plain, "WEIGHT": weight is not None}
+    given = x if weight is None else weight
+    _launch(
+        layer_norm_backward, x.shape[0], x.shape[1:].numel(), x, stats, dy, residual, given, dx, x.shape[0], **flags
+    )  # fmt: skip
+    if plain:
+        return dx, None, None
+    scaled, summed = _sums(x, stats, dy)
+    return dx, None if weight is None else scaled, None if bias is None else summed
+
+
+def rms_add(x: Tensor, residual: Tensor, eps: float, weight: Tensor | None = None) -> Tensor:
     y = torch.empty_like(x)
-    _launch(rms_add_forward, x.shape[0], x[:1].numel(), x, residual, y, x.shape[0], eps)
+    given = x if weight is None else weight
+    _launch(
+        rms_add_forward, x.shape[0], x.shape[1:].numel(), x, residual, given, y, x.shape[0], eps, WEIGHT=weight is not None
+    )  # fmt: skip
     return y
 
 
-def rms_gradient(x: Tensor, dy: Tensor, eps: float) -> Tensor:
-    dx = torch.empty_like(x)
-    _launch(rms_backward, x.shape[0], x[:1].numel(), x, dy, dx, x.shape[0], eps)
-    return dx
+def rms_gradient(x: Tensor, dy: Tensor, eps: float, weight: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """Gradients of x and of the weight."""
+    dx, given = torch.empty_like(x), x if weight is None else weight
+    stats = torch.empty((2, x.shape[0] if weight is not None else 0), dtype=torch.float32, device=x.device)
+    _launch(
+        rms_backward, x.shape[0], x.shape[1:].numel(), x, dy, given, dx, stats, x.shape[0], eps, WEIGHT=weight is not None
+    )  # fmt: skip
+    return dx, None if weight is None else _sums(x, stats, dy)[0]

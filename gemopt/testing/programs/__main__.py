@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import platform
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-Job = tuple[str, int, str]
+from gemopt.testing.programs.batch import run_all
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -27,7 +26,7 @@ def main(arguments: list[str] | None = None) -> int:
     start = time.time()
     records = []
     with open(options.log, "w") if options.log else open(os.devnull, "w") as log:
-        for record in _progress(_run_all(jobs, options.jobs), len(jobs)):
+        for record in _progress(run_all(jobs, options.jobs), len(jobs)):
             records.append(record)
             log.write(json.dumps(record) + "\n")
             log.flush()
@@ -51,41 +50,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--log", help="write one JSON line a program there, as it is done")
     parser.add_argument("--verbose", action="store_true", help="name failures as they come")
     return parser
-
-
-def _run_all(jobs: list[Job], processes: int) -> Iterator[dict[str, Any]]:
-    if processes == 1:
-        _prepare()
-        yield from map(run_one, jobs)
-        return
-    with multiprocessing.get_context("spawn").Pool(processes, initializer=_prepare, maxtasksperchild=200) as pool:
-        yield from pool.imap_unordered(run_one, jobs)
-
-
-def _prepare() -> None:
-    import torch
-    import torch._dynamo.config
-
-    torch.set_num_threads(1)
-    # Every program has shapes of its own: filling the cache of fake tensors takes half of the time.
-    torch._dynamo.config.fake_tensor_cache_enabled = False
-
-
-def run_one(job: Job) -> dict[str, Any]:
-    """One program's record."""
-    from gemopt.testing.programs import run, sample, sample_near_miss
-
-    kind, seed, inner = job
-    program = sample(seed) if kind == "positive" else sample_near_miss(seed)
-    outcome = run(program, inner)
-    record = {
-        "kind": kind, "seed": seed, "name": program.name, "verdict": outcome.verdict, "sites": program.sites,
-        "rewritten": outcome.sites, "packed": outcome.packed, "compared": outcome.compared, "problems": outcome.problems,
-        "reasons": outcome.reasons, "axes": dict(program.axes), "seconds": round(outcome.seconds, 2),
-    }  # fmt: skip
-    if outcome.verdict not in ("rewritten", "refused") or (kind == "positive" and outcome.verdict != "rewritten"):
-        record["source"] = program.source
-    return record
 
 
 def summary(records: list[dict[str, Any]]) -> dict[str, Any]:
@@ -135,7 +99,7 @@ def _where() -> dict[str, str]:
     return {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.machine()}
 
 
-def _progress(records: Iterable[dict[str, Any]], total: int) -> Iterator[dict[str, Any]]:
+def _progress(records: Iterable[dict[str, Any]], total: int) -> Iterable[dict[str, Any]]:
     try:
         from rich.progress import track
     except ImportError:

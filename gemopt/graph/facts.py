@@ -306,6 +306,8 @@ def _softmax(node: fx.Node, known: Analysis) -> Fact | None:
     if len(slots) != 1 or not writable(fact.where) or _fills(x, known) != 1:  # type: ignore[arg-type]
         return None  # of two fills, the lower one hides what the other leaves
     known.exists[node] = Exists(t.not_(fact.where), known.info(node).sizes, slots[0], fact.value)
+    if len(x.users) == 1:  # type: ignore[union-attr]  # nobody else can tell what is added to the fill from the fill itself
+        known.facts.setdefault(x, fact)  # type: ignore[arg-type]
     return Fact(0.0, fact.where)
 
 

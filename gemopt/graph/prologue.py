@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from functools import reduce
 from typing import Any
 
 import sympy
 import torch
 from torch import fx
-from torch.utils._sympy.functions import FloorDiv, Mod, PythonMod
+from torch.utils._sympy.functions import FloorDiv, Max, Min, Mod, PythonMod
 
 from gemopt.graph import terms as t
 from gemopt.graph.slots import expr_of, is_tensor, shifted_slot
@@ -58,6 +59,9 @@ class Sizes:
                 for d, s in enumerate(value.shape):
                     if expr_of(s) == expr:
                         return self._call(aten.sym_size.int, p, d)
+        if isinstance(expr, Max | Min):
+            bound = torch.sym_max if isinstance(expr, Max) else torch.sym_min
+            return reduce(lambda a, b: self._call(bound, a, b), [self[a] for a in expr.args])  # type: ignore[return-value]
         if expr.is_Mul or expr.is_Add:
             op = operator.mul if expr.is_Mul else operator.add
             parts = [self[a] for a in expr.args]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
 import traceback
 import unittest.mock
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +23,7 @@ from gemopt.testing.programs.program import Program
 from gemopt.testing.result import CaseResult
 from gemopt.testing.runs import Objective, Observed, State
 
-_NEAR = 4.0
+_DRAWS = 12
 CASES = ("given", "zeros", "ones", "full", "other", "holes")
 
 
@@ -96,15 +98,34 @@ def run(
             those of ``gemopt.compile``.
         cases: names of `CASES`; those that the program's mask rules out are left out.
         seed: of parameters, batches and cotangents.
-        confirm: where errors are only a little above their bound, which of thousands of tensors some are by chance (a
-            gradient with one element that is not zero, in bf16), decide by two other seeds.
+        confirm: where an error is above its bound, decide by the root mean square over `_DRAWS` seeds.
     """
-    import gemopt
-
     unknown = [c for c in cases if c not in CASES]
     if unknown:
         raise ValueError(f"cases: got {unknown}; allowed: {', '.join(CASES)}")
     start = time.perf_counter()
+    try:
+        results, report = _compare(program, inner, cases, seed)
+        outcome = judge(program, results, report)
+        undecided = not any(r.problem and "reference" not in r.problem for r in results)
+        if confirm and outcome.verdict == "wrong" and undecided:
+            draws = [results, *(_compare(program, inner, cases, seed + i)[0] for i in range(1, _DRAWS))]
+            over = _over_bound(draws)
+            for case in results:
+                for c in case.failures:
+                    c.problem = over.get((case.name, c.name), "")
+            outcome = judge(program, results, report)
+    except Exception:
+        last = traceback.format_exc().strip().splitlines()[-1]
+        outcome = Outcome(program, "invalid", [last])
+    outcome.seconds = time.perf_counter() - start
+    return outcome
+
+
+def _compare(program: Program, inner: str, cases: tuple[str, ...], seed: int) -> tuple[list[CaseResult], Any]:
+    """The comparisons of all cases with one seed, and the report."""
+    import gemopt
+
     model, make = program.build(seed)
     recipe = gemopt.Recipe(min_saving=0.0, strict=True, pipeline=forced_pipeline)
     compiled: Any = (
@@ -118,18 +139,31 @@ def run(
         for name, lengths, batch in _batches(program, make, cases, seed):
             checker.undefined = lengths == 0 if program.undefined_empty else None
             results.append(checker.check(name, batch))
-    except Exception:
-        last = traceback.format_exc().strip().splitlines()[-1]
-        return Outcome(program, "invalid", [last], seconds=time.perf_counter() - start)
     finally:
         if inner != "interpreter":
             torch._dynamo.reset()
-    outcome = judge(program, results, compiled.report)
-    if outcome.verdict == "wrong" and confirm and _near_bound(results):
-        again = [run(program, inner, cases, seed + i, confirm=False) for i in (1, 2)]
-        outcome = next((o for o in again if o.verdict == "wrong"), again[0])
-    outcome.seconds = time.perf_counter() - start
-    return outcome
+    return results, compiled.report
+
+
+def _over_bound(draws: list[list[CaseResult]]) -> dict[tuple[str, str], str]:
+    """Tensors of a case whose error, root mean square over draws of parameters and batches, is over its bound.
+
+    In one draw eager's error of a loss may be a hundredth of its usual size by luck, and twice that is no bound. A wrong
+    rewrite is wrong in every draw: its mean stays far above the bound.
+    """
+    sums: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0, 0])
+    for results in draws:
+        for case in results:
+            for c in case.comparisons:
+                total = sums[case.name, c.name]
+                total[0] += c.rms**2
+                total[1] += c.bound**2
+                total[2] += 1
+    return {
+        key: f"RMS error {math.sqrt(mine / n):.3g} over {n} draws, allowed {math.sqrt(bound / n):.3g}"
+        for key, (mine, bound, n) in sums.items()
+        if mine > bound or not math.isfinite(mine)
+    }
 
 
 class _Checker(Checker):
@@ -144,9 +178,11 @@ class _Checker(Checker):
 
     def references(self, batch: Batch) -> tuple[Observed, Observed, Objective]:
         reference, eager, objective = super().references(batch)
-        if self.undefined is None or not bool(self.undefined.any()):
+        if self.undefined is None:
             return reference, eager, objective
         self.finite = all(bool(t.isfinite().all()) for _, t in self._outputs(eager))
+        if not bool(self.undefined.any()):
+            return reference, eager, objective
         mute = {n: self._rows(t) | objective.mute.get(n, torch.tensor(False)) for n, t in self._outputs(reference)}
         objective = Objective(None, self.seed, mute)
         eager, reference = self.run_eager(batch, objective), self._run_double(batch, objective)
@@ -170,12 +206,6 @@ class _Checker(Checker):
     def _rows(self, tensor: Tensor) -> Tensor:
         assert self.undefined is not None
         return self.undefined.view(-1, *[1] * (tensor.dim() - 1)).expand_as(tensor)
-
-
-def _near_bound(results: list[CaseResult]) -> bool:
-    """Whether all that differs is an RMS error a little above its bound, as some must be among so many tensors."""
-    failures = [c for r in results for c in r.failures]
-    return bool(failures) and all(c.rms <= _NEAR * c.bound for c in failures) and not any(r.problem for r in results)
 
 
 def _batches(program: Program, make: Any, cases: tuple[str, ...], seed: int) -> Iterator[tuple[str, Tensor, Batch]]:

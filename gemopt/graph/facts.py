@@ -245,7 +245,7 @@ def _dropout(node: fx.Node, known: Analysis) -> Fact | None:
 
 
 def _fills(node: fx.Node, known: Analysis) -> int:
-    """How many steps behind a softmax put a low number in some of its entries."""
+    """How many steps behind a softmax may put a low number in some of its entries."""
     stack, seen, count = [node], set(), 0
     while stack:
         n = stack.pop()
@@ -258,7 +258,7 @@ def _fills(node: fx.Node, known: Analysis) -> int:
         numbers = [float(a) for a in n.args if isinstance(a, int | float) and not isinstance(a, bool)]
         for access in info.accesses:
             numbers += constants(known.values.through(access))
-        count += any(x <= _LOW for x in numbers)
+        count += any(abs(x) >= -_LOW for x in numbers)  # a large number may be subtracted
         stack += [a.operand for a in info.accesses]
     return count
 

@@ -114,9 +114,31 @@ def padding_by_default(p: Parts) -> Tensor:
     return (votes.unsqueeze(1) @ p.x).squeeze(1)
 
 
+def fill_subtracted(p: Parts) -> Tensor:
+    """The second fill is a large number that is taken away: in a block without valid keys it meets the first."""
+    block = torch.arange(p.length) // 2
+    apart = (block[:, None] != block[None, :]).to(p.scores.dtype)
+    least = torch.finfo(p.scores.dtype).min
+    scores = (p.scores - apart * -least).masked_fill(~p.keys, least)
+    return ((p.x + scores.softmax(-1) @ p.v) * (p.valid[..., None] * 0.9 + 0.1)).sum(1)
+
+
+def padding_by_addition(p: Parts) -> Tensor:
+    """The same with a number that is added."""
+    votes = (p.x.sum(-1) + (1.0 - p.valid.to(p.x.dtype)) * -1e9).softmax(1)
+    return (votes.unsqueeze(1) @ p.x).squeeze(1)
+
+
+def added_fill_observed(p: Parts) -> Tensor:
+    """The filled votes are read once more: what was added to is not the fill."""
+    votes = p.x.sum(-1) + (1.0 - p.valid.to(p.x.dtype)) * -1e4
+    return (votes.softmax(1).unsqueeze(1) @ p.x).squeeze(1) + votes.amin(1, keepdim=True) * 1e-3
+
+
 PROGRAMS = [
     unread_batch_norm, softmax_over_queries, softmax_twice, einsum_sums_apart, fill_undone, two_fills,
     padded_queries_observed, dtype_of_another, masked_queries_of_activation, padding_by_default,
+    fill_subtracted, padding_by_addition, added_fill_observed,
 ]  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """From a batch to what every model starts with: feature tokens and event sequences.
 
-    X = LN([dense token ‖ one token per sparse feature ‖ domain token])      [B, n, d]
-    S_h = MaskNet(fields of history h)                                       [B, L, d_h], one width per history
+X = LN([dense token ‖ one token per sparse feature ‖ domain token])      [B, n, d]
+S_h = MaskNet(fields of history h)                                       [B, L, d_h], one width per history
 """
 
 from __future__ import annotations

@@ -40,9 +40,7 @@ class WukongLayer(nn.Module):
         rank: k. hidden: widths of the FMB's MLP.
     """
 
-    def __init__(
-        self, n: int, d: int, n_out: int | None = None, rank: int = 8, hidden: tuple[int, ...] = (512,)
-    ) -> None:
+    def __init__(self, n: int, d: int, n_out: int | None = None, rank: int = 8, hidden: tuple[int, ...] = (512,)) -> None:
         super().__init__()
         n_out = n if n_out is None else n_out
         check_positive(n=n, d=d, n_out=n_out - 1, rank=rank)

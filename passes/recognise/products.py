@@ -118,6 +118,10 @@ def explicit_site(out: fx.Node, known: Analysis) -> Site | None:
             continue
         sizes = known.info(weights.operand).sizes
         contracted = [i for i, e in enumerate(weights.exprs) if e is None]
+        if not contracted and leads_to_score_function(weights.operand, known):
+            failure = failure or NoMatch(
+                out, "one key only: there is no axis of keys, and what remains is element by element"
+            )
         if len(contracted) != 1:
             continue
         walk = Walk(known, weights.operand, tuple(t.slot(i) for i in range(len(sizes))), sizes, contracted[0])

@@ -451,3 +451,16 @@ def test_dropout_is_a_rate():
     canonicalise(gm)
     sites, _ = recognise(gm.graph, analyse(gm, *inputs).known)
     assert [s.dropout for s in sites] == [0.3]
+
+
+def test_one_key_is_refused_by_name():
+    """A memory of one key has no axis of keys: nothing to find, but not to be passed over in silence."""
+
+    def over_one_key(x: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return torch.einsum("bqd,bkd->bqk", x, key).softmax(-1) @ value
+
+    inputs = (torch.randn(3, 5, 4), torch.randn(3, 1, 4), torch.randn(3, 1, 6))
+    gm = capture(over_one_key, *inputs)
+    canonicalise(gm)
+    sites, misses = recognise(gm.graph, analyse(gm, *inputs).known)
+    assert not sites and len(misses) == 1 and "one key" in misses[0].reason

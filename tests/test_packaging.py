@@ -111,7 +111,8 @@ def test_wheel_metadata(wheel: Path) -> None:
         "triton",
     ]
     assert any("triton" in r and 'platform_system=="Linux"' in r.replace("'", '"') for r in core)
-    assert set(metadata.get_all("Provides-Extra", [])) == {"public", "report", "test", "torchrec", "torchrec-cpu"}
+    extras = {"data", "public", "report", "test", "torchrec", "torchrec-cpu"}
+    assert set(metadata.get_all("Provides-Extra", [])) == extras
     entry_points = archive.read("gemopt-0.1.0.dist-info/entry_points.txt").decode()
     assert "gemopt = gemopt.cli:main" in entry_points
     assert "[gemopt.pipelines]\ndefault = gemopt.passes:default_pipeline" in entry_points

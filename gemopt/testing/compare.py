@@ -47,6 +47,11 @@ class Comparison:
         """RMS error over the bound: at most 1 where the contract holds."""
         return self.rms / self.bound if self.bound else (0.0 if self.rms == 0 else math.inf)
 
+    @property
+    def is_rounding(self) -> bool:
+        """Whether what differs is an error above its bound, and not a shape, a dtype, an integer or a NaN."""
+        return self.problem.startswith("RMS error")
+
 
 def rms(tensor: Tensor) -> float:
     return float(tensor.detach().double().square().mean().sqrt()) if tensor.numel() else 0.0

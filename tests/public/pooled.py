@@ -43,7 +43,7 @@ class _Sums:
 def is_near(cases: Iterable[CaseResult]) -> bool:
     """Whether all that failed is rounding errors little above their bound."""
     failures = [c for case in cases for c in case.failures]
-    return bool(failures) and all(c.problem.startswith("RMS") and c.ratio < NEAR for c in failures)
+    return bool(failures) and all(c.is_rounding and c.ratio < NEAR for c in failures)
 
 
 def beyond_bound(built: Built, compiled: Callable[..., Any], kinds: Iterable[str]) -> dict[str, float]:

@@ -1,0 +1,54 @@
+"""What twelve draws may excuse: the rounding error of one draw, and nothing else."""
+
+from __future__ import annotations
+
+import pytest
+
+from gemopt.testing.compare import Comparison
+from gemopt.testing.programs.runner import settle
+from gemopt.testing.result import CaseResult
+
+ROUNDING = "RMS error 1, allowed 0.1 (eager's is 0.05)"
+
+
+def draw(rms: float, bound: float, problem: str = "", case_problem: str = "") -> list[CaseResult]:
+    comparison = Comparison("output", problem, compared=1, rms=rms, bound=bound)
+    return [CaseResult("given", "", problem=case_problem, comparisons=[comparison])]
+
+
+def failures(draws: list[list[CaseResult]]) -> list[str]:
+    return [c.problem or case.problem for case in settle(draws) if not case.ok for c in case.comparisons]
+
+
+def test_one_lucky_bound_is_settled():
+    assert failures([draw(1.0, 0.1, ROUNDING), *(draw(0.9, 1.5) for _ in range(11))]) == []
+
+
+@pytest.mark.parametrize("lucky", [0, 5])
+def test_errors_of_every_draw_stay(lucky):
+    draws = [draw(1.0, 0.1, ROUNDING) for _ in range(12)]
+    draws[lucky] = draw(0.01, 0.1)
+    (problem,) = failures(draws)
+    assert problem.startswith("RMS error")
+
+
+def test_one_large_error_stays():
+    """A mistake that only some batches meet is far above what rounding makes of any batch."""
+    assert failures([*(draw(0.9, 1.0) for _ in range(11)), draw(50.0, 1.0, ROUNDING)])
+
+
+@pytest.mark.parametrize("number", [0, 7])
+@pytest.mark.parametrize("problem", ["shape (2, 3) for eager's (3, 2)", "4 of 9 values differ", "1 values are not finite"])
+def test_what_is_no_rounding_stays_in_whatever_draw(number, problem):
+    draws = [draw(1.0, 0.1, ROUNDING), *(draw(0.9, 1.5) for _ in range(11))]
+    draws[number] = draw(0.0, 0.0, problem)
+    assert problem in failures(draws)
+
+
+def test_a_case_that_raises_in_a_later_draw_stays():
+    draws = [draw(1.0, 0.1, ROUNDING), *(draw(0.9, 1.5) for _ in range(10)), draw(0.0, 0.0, "", "the compiled model raises")]
+    assert failures(draws) == ["the compiled model raises"]
+
+
+def test_an_error_that_is_not_a_number_stays():
+    assert failures([draw(float("nan"), 1.0, ROUNDING), *(draw(0.9, 1.5) for _ in range(11))])

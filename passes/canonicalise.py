@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._dispatch.python import enable_python_dispatcher
 
+from gemopt.graph.insert import insert
 from gemopt.graph.mutation import functionalise, has_side_effect
 from gemopt.graph.slots import argument, is_tensor, op_name, shape_of
 
@@ -52,17 +52,6 @@ def canonicalise(gm: fx.GraphModule) -> None:
             _split_parts(gm.graph, node)
     gm.graph.eliminate_dead_code(lambda n: n.is_impure() or has_side_effect(n))
     gm.recompile()
-
-
-def _insert(graph: fx.Graph, like: fx.Node, target: Any, *args: Any) -> fx.Node:
-    """A call with its fake value, placed and described as ``like``."""
-    node = graph.call_function(target, args)
-    node.meta = {k: v for k, v in like.meta.items() if k not in ("val", "tensor_meta", "example_value")}
-    values = fx.node.map_arg(args, lambda n: n.meta["val"])
-    mode = like.meta["val"].fake_mode
-    with mode, enable_python_dispatcher():
-        node.meta["val"] = target(*values)
-    return node
 
 
 # ---------------------------------------------------------------- parts of one tensor
@@ -118,11 +107,11 @@ def _joined_parts(graph: fx.Graph, node: fx.Node) -> None:
         if source.target is aten.unbind.int:
             whole, rest = x, [d for d in range(ndim) if d != a]
         else:
-            whole = _insert(graph, node, aten.unflatten.int, x, a, [count, -1])
+            whole = insert(graph, node, aten.unflatten.int, x, a, [count, -1])
             rest = [d for d in range(ndim + 1) if d != a]
         order = [d for j, own in enumerate(rest) for d in ([a, own] if j == b else [own])]
-        turned = _insert(graph, node, aten.permute.default, whole, order)
-        new = _insert(graph, node, aten.flatten.using_ints, turned, b, b + 1)
+        turned = insert(graph, node, aten.permute.default, whole, order)
+        new = insert(graph, node, aten.flatten.using_ints, turned, b, b + 1)
     if shape_of(new) != shape_of(node):
         return  # parts of different sizes; what was inserted is dead
     node.replace_all_uses_with(new)
@@ -163,7 +152,7 @@ def _repeated_heads(graph: fx.Graph, node: fx.Node) -> None:
         return
     with graph.inserting_before(node):
         repeated = [
-            x if h == heads[0] else _insert(graph, node, aten.repeat_interleave.self_int, x, int(heads[0]) // int(h), -3)  # type: ignore[arg-type]
+            x if h == heads[0] else insert(graph, node, aten.repeat_interleave.self_int, x, int(heads[0]) // int(h), -3)  # type: ignore[arg-type]
             for x, h in zip(pair, heads[1:], strict=True)
         ]
     node.args = (q, *repeated, *node.args[3:])

@@ -10,11 +10,13 @@ rounding; the packed graph alone is built from it, the padded one keeps the conv
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 
+from gemopt.graph.insert import insert
 from gemopt.graph.slots import argument
 
 aten = torch.ops.aten
@@ -47,18 +49,11 @@ def _as_linear(graph: fx.Graph, node: fx.Node) -> None:
     assert isinstance(x, fx.Node) and isinstance(weight, fx.Node)
     bias = argument(node, "bias")
 
-    def add(target: Any, *args: Any) -> fx.Node:
-        made = graph.call_function(target, args)
-        values = [a.meta["val"] if isinstance(a, fx.Node) else a for a in args]
-        made.meta = {**node.meta, "val": target(*values)}
-        return made
-
+    add = partial(insert, graph, node)
     with graph.inserting_before(node):
         rows = add(aten.transpose.int, x, -1, -2)
         matrix = add(aten.select.int, weight, 2, 0)
-        product = (
-            add(aten.linear.default, rows, matrix, bias) if bias is not None else add(aten.linear.default, rows, matrix)
-        )
-        new = add(aten.transpose.int, product, -1, -2)
+        operands = (rows, matrix) if bias is None else (rows, matrix, bias)
+        new = add(aten.transpose.int, add(aten.linear.default, *operands), -1, -2)
     node.replace_all_uses_with(new)
     graph.erase_node(node)

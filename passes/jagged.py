@@ -21,12 +21,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
-from torch._dispatch.python import enable_python_dispatcher
 
+from gemopt.graph.insert import insert
 from gemopt.graph.slots import argument, expr_of, is_tensor, op_name
 from gemopt.graph.totals import Total
 from gemopt.graph.values import Values
@@ -68,21 +69,6 @@ def row_totals(graph: fx.Graph, values: Values) -> list[Total]:
 
 Add = Callable[..., fx.Node]
 
-
-def _adder(graph: fx.Graph, like: fx.Node) -> Add:
-    """Writes calls with their fake values, described as ``like``."""
-
-    def add(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        node = graph.call_function(target, args, kwargs)
-        node.meta = {k: v for k, v in like.meta.items() if k not in ("val", "tensor_meta", "example_value")}
-        fakes = fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
-        with like.meta["val"].fake_mode, enable_python_dispatcher():
-            node.meta["val"] = target(*fakes[0], **fakes[1])
-        return node
-
-    return add
-
-
 # ---------------------------------------------------------------- the padded form
 
 
@@ -94,7 +80,7 @@ def _padded(graph: fx.Graph, node: fx.Node) -> None:
     if dtype not in _INTEGERS or offsets.meta["val"].ndim != 1 or x.dtype != node.meta["val"].dtype or x.is_complex():
         return
     with graph.inserting_before(node):
-        add = _adder(graph, node)
+        add = partial(insert, graph, node)
         starts = add(aten.slice.Tensor, offsets, 0, 0, -1)
         tokens = add(aten.arange.default, length, device=x.device, pin_memory=False)
         across = add(aten.unsqueeze.default, tokens, 0)
@@ -138,7 +124,7 @@ def _difference(graph: fx.Graph, node: fx.Node) -> None:
     if node.target is aten.sub.Tensor and _summed(offsets) is None:
         return  # is that spelling
     with graph.inserting_before(node):
-        new = _lengths(_adder(graph, node), offsets)
+        new = _lengths(partial(insert, graph, node), offsets)
     node.replace_all_uses_with(new)
     graph.erase_node(node)
 

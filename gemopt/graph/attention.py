@@ -171,19 +171,15 @@ def split_mask(mask: Term, query: int | None, key: int) -> MaskParts:
             queries.append(part)
         else:
             assert query is not None
-            bound = _band(part, query, key)
-            size = _block(part, query, key)
-            if bound is None and size is not None and block in (None, size):
-                block = size
-                continue
-            if bound is None:
-                rest.append(part)
-                continue
-            side, width = bound
+            side, width = _band(part, query, key) or _block(part, query, key) or ("rest", 0)
             if side == "right":
                 right = width if right is None else min(right, width)
-            else:
+            elif side == "left":
                 left = width if left is None else min(left, width)
+            elif side == "block" and block in (None, width):
+                block = width
+            else:
+                rest.append(part)
     return MaskParts(t.and_(*keys), t.and_(*queries), Band(left, right), t.and_(*rest), block)
 
 
@@ -192,13 +188,13 @@ def same_block(query: int, key: int, block: int) -> Term:
     return t.eq(*(t.call("floordiv", t.slot(s), block, integer=True) for s in (query, key)))
 
 
-def _block(part: Term, query: int, key: int) -> int | None:
-    """The size of the blocks inside which alone a conjunct lets queries see keys."""
+def _block(part: Term, query: int, key: int) -> tuple[str, int] | None:
+    """``⌊query / size⌋ = ⌊key / size⌋``: queries see keys inside blocks of that size alone."""
     if part.op != "eq0":
         return None
     sizes = [x.args[1] for x in t.as_linear(part.args[0])[0] if x.op == "floordiv"]
     found = sizes and isinstance(sizes[0], int) and sizes[0] > 0 and part == same_block(query, key, sizes[0])
-    return sizes[0] if found else None
+    return ("block", sizes[0]) if found else None
 
 
 def _band(part: Term, query: int, key: int) -> tuple[str, int] | None:

@@ -170,10 +170,8 @@ class Plan:
                 counted = writer.call(aten.cumsum.default, mask, 0)
                 keep(("rank", s), writer.call(aten.sub.Tensor, counted, 1))
         for e in self.extras:
-            if e.kind == "offsets":
-                keep(e, self._offsets(writer, flat_masks[e.set], e.set))
-            elif e.kind == "blocks":
-                keep(e, self._offsets(writer, flat_masks[e.set], e.set, e.axis))
+            if e.kind in ("offsets", "blocks"):
+                keep(e, self._offsets(writer, flat_masks[e.set], e.set, e.axis if e.kind == "blocks" else None))
             elif e.kind == "gather":
                 keep(e, self._gathered(writer, outputs[self._slots["rank", e.set]], e))
         for s, (count, _) in self._expected.items():
@@ -193,8 +191,7 @@ class Plan:
 
     def _lengths(self, writer: TermWriter, mask: fx.Node, s: RowSet, block: int | None = None) -> fx.Node:
         """Rows of every sequence, or of every block of ``block`` positions of every sequence."""
-        width: fx.Node | int = writer.sizes[s.sizes[-1]]
-        by_sequence = writer.call(aten.reshape.default, mask, [-1, width])
+        by_sequence = writer.call(aten.reshape.default, mask, [-1, writer.sizes[s.sizes[-1]]])
         if block is not None:
             missing = writer.sizes[blocks_of(s, block) * block - s.sizes[-1]]
             by_sequence = writer.call(aten.constant_pad_nd.default, by_sequence, [0, missing])

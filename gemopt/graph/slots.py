@@ -86,6 +86,8 @@ def _with_known_quotients(expr: sympy.Expr, env: Any) -> sympy.Expr:
     """``L // (L // 4)``, as torch calls the inner size of a view, is 4 where a guard of the shape environment says so."""
     for quotient in expr.atoms(FloorDiv):
         for guard in env.guards:
+            if not (isinstance(guard.expr, sympy.Eq) and guard.expr.has(FloorDiv)):
+                continue
             known = env.replace(guard.expr)
             if isinstance(known, sympy.Eq) and known.args[0] == quotient and known.args[1].is_Integer:
                 expr = expr.xreplace({quotient: known.args[1]})
@@ -236,10 +238,16 @@ def identity(dims: Dims) -> Exprs:
 
 def reshape(sizes: Sequence[sympy.Expr], shape: Sequence[sympy.Expr]) -> tuple[Dims, Exprs]:
     """Row-major view of factors as ``shape``: the new dims, and each old factor over the new slots."""
-    whole = _whole_quotients(sizes, shape)
-    dims, exprs = _row_major([s.xreplace(whole) for s in sizes], [s.xreplace(whole) for s in shape])
-    named = {name: quotient for quotient, name in whole.items() if isinstance(name, sympy.Dummy)}
-    return _rejoined(tuple(tuple(f.xreplace(named) for f in dim) for dim in dims), exprs)
+    try:
+        dims, exprs = _row_major(sizes, shape)
+    except NotUnderstood:
+        known = _known_by_count(sizes, shape)
+        if not known:
+            raise
+        dims, exprs = _row_major([s.xreplace(known) for s in sizes], [s.xreplace(known) for s in shape])
+        quotients = {name: quotient for quotient, name in known.items() if isinstance(name, sympy.Dummy)}
+        dims = tuple(tuple(f.xreplace(quotients) for f in dim) for dim in dims)
+    return _rejoined(dims, exprs)
 
 
 def _rejoined(dims: Dims, exprs: Exprs) -> tuple[Dims, Exprs]:
@@ -260,20 +268,16 @@ def _rejoined(dims: Dims, exprs: Exprs) -> tuple[Dims, Exprs]:
     return tuple(joined), tuple(None if e is None else t.substitute(e, replace) for e in exprs)
 
 
-def _whole_quotients(sizes: Sequence[sympy.Expr], shape: Sequence[sympy.Expr]) -> dict[sympy.Expr, sympy.Expr]:
-    """``L`` and ``L // 4`` as ``4 n`` and ``n``, where a view between them is only possible if 4 divides L; and two symbols
-    as one, where it is only possible if they are equal."""
-    found: dict[sympy.Expr, sympy.Expr] = {}
-    one, other = sympy.cancel(sympy.prod(sizes) / sympy.prod(shape)).as_numer_denom()
-    if one.is_Symbol and other.is_Symbol:
-        found[one] = other
+def _known_by_count(sizes: Sequence[sympy.Expr], shape: Sequence[sympy.Expr]) -> dict[sympy.Expr, sympy.Expr]:
+    """What a view tells of sizes, since it keeps the number of elements: ``L`` and ``L // 4`` are ``4 n`` and ``n`` where it
+    is only possible if 4 divides L, and two symbols are one where it is only possible if they are equal."""
+    ratio = sympy.cancel(sympy.prod(sizes) / sympy.prod(shape))
+    one, other = ratio.as_numer_denom()
+    found = {one: other} if one.is_Symbol and other.is_Symbol else {}
     for quotient in {q for s in (*sizes, *shape) for q in s.atoms(FloorDiv)}:
         whole, divisor = quotient.args
-        if not divisor.is_Integer:
-            continue
-        ratio = sympy.cancel(sympy.prod(sizes) / sympy.prod(shape))
         missing = whole / (divisor * quotient)
-        if sympy.cancel(ratio - missing) == 0 or sympy.cancel(ratio * missing - 1) == 0:
+        if divisor.is_Integer and 0 in (sympy.cancel(ratio - missing), sympy.cancel(ratio * missing - 1)):
             name = sympy.Dummy("n", integer=True, positive=True)
             found |= {quotient: name, whole: divisor * name}
     return found

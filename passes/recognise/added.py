@@ -14,7 +14,7 @@ from gemopt.graph.attention import additive_mask
 from gemopt.graph.facts import Analysis
 from gemopt.graph.slots import Exprs, argument, op_name
 from gemopt.graph.terms import Term
-from gemopt.passes.recognise.walk import CASTS, VIEWS, compose
+from gemopt.passes.recognise.walk import CASTS, VIEWS, compose, maskings, renamed
 
 _MOST_SUMMANDS = 8
 Summand = tuple[fx.Node, Exprs]
@@ -50,10 +50,7 @@ def _mask_of(known: Analysis, part: Summand, largest_fill: float) -> tuple[Term,
 
 def over_scores(known: Analysis, node: fx.Node, exprs: Exprs) -> Term | None:
     """The value of a tensor over the score slots."""
-    value = known.value(node)
-    if value is None or any(exprs[s] is None for s in value.slots):
-        return None
-    return t.substitute(value, {s: exprs[s] for s in value.slots})  # type: ignore[misc]
+    return renamed(known.value(node), exprs)
 
 
 def _summands(
@@ -87,20 +84,11 @@ def _summands(
 
 def _masked(known: Analysis, at: fx.Node, over: Exprs) -> tuple[Term, float, Summand] | None:
     """(where it is kept, what it is elsewhere, the tensor) of ``masked_fill`` and ``where`` with a constant."""
-    name = op_name(at)
-    if name == "aten.masked_fill":
-        choices = [(1, 0, 2, False)]
-    elif name == "aten.where" and len(at.args) == 3:
-        choices = [(0, 1, 2, True), (0, 2, 1, False)]
-    else:
-        return None
-    for condition_at, kept_at, fill_at, keep_where in choices:
-        condition, fill = known.values.operand(at, condition_at), known.values.operand(at, fill_at)
-        number, kept = None if fill is None else t.constant_value(fill), at.args[kept_at]
-        if condition is None or number is None or any(over[s] is None for s in condition.slots):
-            continue
-        access = next((a for a in known.info(at).accesses if a.operand is kept), None)
-        if access is not None:
-            chosen = t.truth(t.substitute(condition, {s: over[s] for s in condition.slots}))  # type: ignore[misc]
+    for condition_at, kept_at, fill_at, keep_where in maskings(at):
+        condition, fill = renamed(known.values.operand(at, condition_at), over), known.values.operand(at, fill_at)
+        number = None if fill is None else t.constant_value(fill)
+        access = next((a for a in known.info(at).accesses if a.operand is at.args[kept_at]), None)
+        if condition is not None and number is not None and access is not None:
+            chosen = t.truth(condition)
             return chosen if keep_where else t.not_(chosen), float(number), (access.operand, compose(access, over))
     return None

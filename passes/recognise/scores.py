@@ -18,7 +18,7 @@ from gemopt.graph.slots import argument, op_name
 from gemopt.graph.terms import Term
 from gemopt.graph.values import lift
 from gemopt.passes.recognise.added import over_scores, read_added
-from gemopt.passes.recognise.walk import MASK_HINT, NoMatch, Walk, is_binary, owned, slots_of
+from gemopt.passes.recognise.walk import MASK_HINT, NoMatch, Walk, is_binary, maskings, owned, slots_of
 
 SMALLEST_SCALED_FILL = -1000.0  # the same, divided by sqrt(head_dim) together with the scores
 
@@ -30,12 +30,11 @@ def step_scores(walk: Walk) -> bool:
     node, name = walk.at, op_name(walk.at)
     if walk.known.info(node).kind != "pointwise":
         return False
-    if name == "aten.masked_fill":
-        return _masked(walk, walk.term_of(1), 0, fill_at=2, keep_where=False)
-    if name == "aten.where" and len(node.args) == 3:
-        for kept, fill_at, keep_where in ((1, 2, True), (2, 1, False)):
-            if walk.number_of(fill_at) is not None:
-                return _masked(walk, walk.term_of(0), kept, fill_at, keep_where)
+    choices = maskings(node)
+    for condition, kept, fill_at, keep_where in choices:
+        if len(choices) == 1 or walk.number_of(fill_at) is not None:
+            return _masked(walk, walk.term_of(condition), kept, fill_at, keep_where)
+    if choices:
         raise NoMatch(node, "neither side of the where is a constant")
     if name in ("aten.mul", "aten.div"):
         return _scaled(walk, divide=name == "aten.div")

@@ -36,6 +36,19 @@ class NoMatch(Exception):
         self.miss = Miss(node, reason, hint)
 
 
+# (condition, what is kept, the fill, whether it is kept where the condition holds): positions of arguments.
+Masking = tuple[int, int, int, bool]
+
+
+def maskings(node: fx.Node) -> tuple[Masking, ...]:
+    """How ``masked_fill`` and ``where`` may be read as a tensor that a mask fills; empty for another op."""
+    if op_name(node) == "aten.masked_fill":
+        return ((1, 0, 2, False),)
+    if op_name(node) == "aten.where" and len(node.args) == 3:
+        return ((0, 1, 2, True), (0, 2, 1, False))
+    return ()
+
+
 MASK_HINT = "build the mask from lengths, ids or a boolean input inside the compiled function"
 
 
@@ -87,9 +100,7 @@ class Walk:
         return self.renamed(self.known.values.operand(self.at, position))
 
     def renamed(self, term: Term | None) -> Term | None:
-        if term is None or any(self.exprs[s] is None for s in term.slots):
-            return None
-        return t.substitute(term, {s: self.exprs[s] for s in term.slots})  # type: ignore[misc]
+        return renamed(term, self.exprs)
 
     def number_of(self, position: int) -> float | None:
         """A constant argument, given as a number or as a tensor that holds one."""
@@ -123,6 +134,13 @@ class Walk:
             self.move(info.accesses[0])
             return True
         return False
+
+
+def renamed(term: Term | None, exprs: Exprs) -> Term | None:
+    """A term over a node's slots over the score slots, given the node's own; None where it speaks of a contracted one."""
+    if term is None or any(exprs[s] is None for s in term.slots):
+        return None
+    return t.substitute(term, {s: exprs[s] for s in term.slots})  # type: ignore[misc]
 
 
 def compose(access: Access, outer: Exprs) -> Exprs:

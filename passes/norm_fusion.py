@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._dispatch.python import enable_python_dispatcher
 
 from gemopt import ops
 from gemopt.graph.capture import Captured, regions
@@ -31,6 +30,7 @@ from gemopt.graph.plan import Plan
 from gemopt.graph.slots import argument
 from gemopt.graph.verify import verify_plan
 from gemopt.passes.narrate import source_of
+from gemopt.passes.unpad import fakes_of
 
 aten = torch.ops.aten
 
@@ -96,7 +96,7 @@ def fuse_norms(captured: Captured, plan: Plan, recipe: Any, report: Any) -> bool
         return False
     before = fx.Graph()
     before.output(before.graph_copy(gm.graph, {}))
-    values = shapes(captured, plan)
+    values = fakes_of(captured, plan)
     fused = []
     for block in whole:
         reason = _shape_reason(block, values)
@@ -131,20 +131,6 @@ def _reject(report: Any, near: Near) -> None:
 def _verified(captured: Captured, plan: Plan) -> bool | None:
     compared, mismatches = verify_plan(captured, plan)
     return None if not compared else not mismatches
-
-
-def shapes(captured: Captured, plan: Plan) -> dict[fx.Node, Any]:
-    """What every node of the packed graph gives, as fake tensors."""
-    values: dict[fx.Node, Any] = {}
-
-    class Recorder(fx.Interpreter):
-        def run_node(self, n: fx.Node) -> Any:
-            values[n] = super().run_node(n)
-            return values[n]
-
-    with captured.fake_mode, enable_python_dispatcher():
-        Recorder(plan.packed).run(*captured.example_inputs, *plan.extra_examples)
-    return values
 
 
 def _shape_reason(block: Block, values: dict[fx.Node, Any]) -> str | None:

@@ -157,8 +157,8 @@ def _cost_rule(layout: Layout) -> Callable[[Mapping[str, int], Mapping[str, int]
 
 def check_outputs(captured: Captured, plan: Plan) -> None:
     """The packed graph's outputs must be, as fakes, what the captured graph's are: shape, dtype, device."""
-    with captured.fake_mode, enable_python_dispatcher():  # without it torch 2.11 turns symbolic sizes into numbers
-        made = fx.Interpreter(plan.packed).run(*captured.example_inputs, *plan.extra_examples)
+    (output,) = [n for n in plan.packed.graph.nodes if n.op == "output"]
+    made = fakes_of(captured, plan)[output]
     (expected,) = [n for n in captured.gm.graph.nodes if n.op == "output"]
     old = [n.meta.get("val") for n in nodes_in(expected.args)]
     new = [x for x in torch.utils._pytree.tree_leaves(made) if isinstance(x, torch.Tensor | torch.SymInt)]
@@ -167,6 +167,24 @@ def check_outputs(captured: Captured, plan: Plan) -> None:
     for before, after in zip(old, new, strict=True):
         if isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor):
             _check_like(before, after)
+
+
+def fakes_of(captured: Captured, plan: Plan) -> dict[fx.Node, Any]:
+    """What every node of the packed graph gives, as fake tensors and symbolic sizes.
+
+    Kept in the plan: an interpretation takes a fifth of the time of planning.
+    """
+    values = plan.fakes
+
+    class Recorder(fx.Interpreter):
+        def run_node(self, n: fx.Node) -> Any:
+            values[n] = super().run_node(n)
+            return values[n]
+
+    if not values:
+        with captured.fake_mode, enable_python_dispatcher():  # without it torch 2.11 turns symbolic sizes into numbers
+            Recorder(plan.packed).run(*captured.example_inputs, *plan.extra_examples)
+    return values
 
 
 def _check_like(before: torch.Tensor, after: torch.Tensor) -> None:

@@ -93,6 +93,7 @@ class Plan:
         bits: the assumptions, in the order of the bits in ``stats``.
         last_reason: why the last `admit` said no.
         last_counts: row counts of the last step by row set name.
+        fakes: what the nodes of the packed graph give, as fakes, once a pass has asked for it.
         expected: where the host knows every row count before the device does (graph/totals.py): what each is, in words.
     """
 
@@ -123,6 +124,7 @@ class Plan:
         self.expected = {s.name: text for s, (_, text) in self._expected.items()}
         self._pays = pays
         self._pairs = [p for p in dict.fromkeys(pairs) if p[0] in self.sets and p[1] in self.sets]
+        self.fakes: dict[fx.Node, Any] = {}
         self.last_reason = ""
         self.last_counts: dict[str, int] = {}
         self._slots: dict[Any, int] = {}

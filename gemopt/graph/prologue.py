@@ -31,6 +31,7 @@ class Sizes:
         self._graph = graph
         self._placeholders = placeholders
         self._last = placeholders[-1]
+        self._shape_env = _shape_env(placeholders)
         self._known: dict[sympy.Expr, fx.Node | int] = {}
 
     def __getitem__(self, expr: sympy.Expr) -> fx.Node | int:
@@ -43,12 +44,7 @@ class Sizes:
 
     def _canonical(self, expr: sympy.Expr) -> sympy.Expr:
         """Symbols that were found equal after ``expr`` was written are one."""
-        for p in self._placeholders:
-            value = p.meta.get("val")
-            for size in value.shape if isinstance(value, torch.Tensor) else (value,):
-                if isinstance(size, torch.SymInt):
-                    return size.node.shape_env.replace(expr)
-        return expr
+        return expr if self._shape_env is None else self._shape_env.replace(expr)
 
     def _build(self, expr: sympy.Expr) -> fx.Node:
         for p in self._placeholders:
@@ -82,6 +78,13 @@ class Sizes:
         with self._graph.inserting_after(self._last):
             self._last = self._graph.call_function(target, args)
         return self._last
+
+
+def _shape_env(placeholders: Sequence[fx.Node]) -> Any:
+    """The environment of the inputs' symbols; None where all sizes are numbers."""
+    values = [p.meta.get("val") for p in placeholders]
+    sizes = [s for v in values for s in (v.shape if isinstance(v, torch.Tensor) else (v,))]
+    return next((s.node.shape_env for s in sizes if isinstance(s, torch.SymInt)), None)
 
 
 class TermWriter:

@@ -24,6 +24,7 @@ import torch.fx as fx
 from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.exc import RestartAnalysis, SkipFrame
 from torch._dynamo.source import ConstantSource
+from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from gemopt import dynamo
 from gemopt.graph.capture import Captured, CaptureError, adopt_placeholder, capture, trains
@@ -32,6 +33,7 @@ from gemopt.recipe import Recipe
 
 Compiler = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
+_TRACES_AUTOCAST = hasattr(torch.amp.autocast_mode, "_UnmanagedAutocast")
 PLAIN = "the graph runs as under torch.compile"
 
 
@@ -113,7 +115,7 @@ class GemoptBackend:
         if planned is None:
             return self.inner(gm, example_inputs)
         try:
-            return self._compile_plan(gm, *planned, report)
+            return self._compile_plan(gm, example_inputs, *planned, report)
         except (RestartAnalysis, SkipFrame):
             raise  # Dynamo's own control flow
         except Exception as error:
@@ -159,11 +161,14 @@ class GemoptBackend:
         report.reject("graph", "internal error", reason=reason, hint=f"{PLAIN}; strict=True raises this error")
         warnings.warn(f"gemopt: internal error, {PLAIN}: {reason}", RuntimeWarning, stacklevel=2)
 
-    def _compile_plan(self, gm: fx.GraphModule, captured: Captured, plan: Any, report: Any) -> Callable[..., Any]:
+    def _compile_plan(
+        self, gm: fx.GraphModule, example_inputs: list[Any], captured: Captured, plan: Any, report: Any
+    ) -> Callable[..., Any]:
         prologue = self._compile_prologue(captured, plan)
         adopt(plan.packed, gm)
         packed = self.inner(plan.packed, [*captured.example_inputs, *plan.extra_examples])
-        return Host(prologue, packed, LazyPadded(gm, self.inner, self.dynamic), plan, report, size_symbols(captured))
+        padded = LazyPadded(gm, self.inner, self.dynamic) if _retraceable(gm) else self.inner(gm, example_inputs)
+        return Host(prologue, packed, padded, plan, report, size_symbols(captured))
 
     def _compile_prologue(self, captured: Captured, plan: Any) -> Callable[..., Any]:
         if self.recipe.inner != "inductor":
@@ -302,6 +307,11 @@ def size_symbols(captured: Captured) -> list[tuple[str, int, int | None]]:
     return list(found.values())
 
 
+def _retraceable(gm: fx.GraphModule) -> bool:
+    """Whether Dynamo can trace the graph again: torch 2.11 cannot if it switches autocast."""
+    return _TRACES_AUTOCAST or not any(n.target is torch.amp.autocast_mode._enter_autocast for n in gm.graph.nodes)
+
+
 class LazyPadded:
     """The user's graph as plain torch.compile would run it, compiled when a step first needs it.
 
@@ -321,6 +331,7 @@ class LazyPadded:
         if compiled is None:
             with self._lock:
                 if self._compiled is None:
+                    _LazyGraphModule.force_recompile(self._gm)  # else Dynamo traces the generation of its code
                     self._compiled = dynamo.optimize(self._gm.forward, self._inner, dynamic=self._dynamic)
                 compiled = self._compiled
         return compiled(*args)

@@ -90,7 +90,7 @@ class Contestant:
     def __init__(self, work: tasks.Workload, mode: str, batches: list[Batch], device: str, precision: str) -> None:
         self.work, self.batches, self.device, self.bf16 = work, batches, torch.device(device), precision == "bf16"
         self.model = copy.deepcopy(work.module).to(device).train()
-        self.compiled = tasks.compiled(self.model, mode)
+        self.compiled = tasks.compiled(self.model, mode, dynamic=False)
         self.optimizers = Optimizers(
             self.model, lr=1e-3, table_lr=0.05, weight_decay=0.01, clip=1.0, warmup=10, total=1000
         )  # fmt: skip

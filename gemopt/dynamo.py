@@ -8,7 +8,8 @@ gemopt's contract is one graph for all batch sizes and lengths of at least 2. Th
 - ``x[mask]`` breaks the graph, and the padded ``x`` becomes an output of its first half;
 - sizes count as static until they change.
 
-The last is ``dynamic=True``. The first three are global settings. They are read only while a frame is being
+The last is ``dynamic=True``. The first three are global settings, and so is the cache of fake tensors, which costs more
+than it saves under dynamic shapes (a fifth of the time of a compilation: every key renders symbolic sizes). They are read only while a frame is being
 compiled, and every compilation goes through one callback, which Dynamo's C code calls on a cache miss.
 Wrapping that callback scopes the settings exactly: nothing to pay on a cache hit, no guard on them, and no
 other user of torch.compile sees them.
@@ -62,6 +63,7 @@ class ScopedCallback:
                 torch._dynamo.config.patch(
                     specialize_float=mine < _MAX_FLOAT_COMPILATIONS,
                     capture_dynamic_output_shape_ops=True,
+                    fake_tensor_cache_enabled=False,
                     recompile_limit=torch._dynamo.config.recompile_limit + all_ - mine,
                     accumulated_recompile_limit=torch._dynamo.config.accumulated_recompile_limit + all_ - mine,
                 )

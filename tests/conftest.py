@@ -13,6 +13,7 @@ _OWNS_CACHE = "GEMOPT_TEST_CACHE" not in os.environ
 if _OWNS_CACHE:
     os.environ["GEMOPT_TEST_CACHE"] = tempfile.mkdtemp(prefix="gemopt-test-")
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(os.environ["GEMOPT_TEST_CACHE"], "inductor")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # a pool of compiling processes for every worker is slower
 os.environ["TRITON_CACHE_DIR"] = os.path.join(os.environ["GEMOPT_TEST_CACHE"], "triton")
 
 import pytest  # noqa: E402

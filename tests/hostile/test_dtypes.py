@@ -23,7 +23,7 @@ def test_dtypes(dtype, attend):
 
 @pytest.mark.parametrize("inner", ["eager", "aot_eager"])
 def test_ambient_autocast(inner):
-    model = sequence_model(fill="inf", pool="last_gather", layers=2)
+    model = sequence_model(fill="inf", pool="last_gather")
     subject = compiled(model, inner)
     result = same(model, batch_of([3, 11, 1, 5, 8]), subject, autocast=torch.bfloat16)
     assert path(result) == "packed"

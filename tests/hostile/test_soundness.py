@@ -45,12 +45,12 @@ def test_a_neighbour_with_nan_stays_alone():
 
 
 @pytest.mark.parametrize(
-    ("pool", "causal"),
-    [("last_gather", "tril"), ("last_index", "none"), ("last_one_hot", "none"), ("last_counted", "tril")],
+    ("pool", "causal", "layers"),
+    [("last_gather", "tril", 2), ("last_index", "none", 1), ("last_one_hot", "none", 1), ("last_counted", "tril", 1)],
 )
-def test_mask_from_ids_and_row_from_lengths(pool, causal):
+def test_mask_from_ids_and_row_from_lengths(pool, causal, layers):
     """`ids != 0` is not `position < length`: holes, ids shorter or longer than the length."""
-    model = sequence_model(valid="ids_ne", pool=pool, causal=causal, fill="1e9", layers=2)
+    model = sequence_model(valid="ids_ne", pool=pool, causal=causal, fill="1e9", layers=layers)
     subject = compiled(model)
     g = torch.Generator().manual_seed(3)
     n = torch.tensor([4, 11, 2, 7, 1])

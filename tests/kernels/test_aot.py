@@ -2,7 +2,7 @@
 
 No GPU is needed: Triton emits PTX for any target, and the ptxas in its wheel reports registers and spills. The table
 holds the variants whose tiles were chosen for this; a new tile size in `config` has to pass here. With a bias and a mask
-64 bytes are let pass.
+64 bytes are let pass. GEMOPT_TEST_SWEEP=1 compiles the whole table for both targets, else ALWAYS is.
 """
 
 import importlib.util
@@ -29,6 +29,7 @@ from gemopt.kernels.triton import configs
 from gemopt.kernels.triton.attention_backward import attention_backward_kv, attention_backward_q, attention_delta
 from gemopt.kernels.triton.attention_backward_bias import attention_backward_bias
 from gemopt.kernels.triton.attention_forward import attention_forward
+from tests.hostile.common import sweep
 
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 KERNELS = {
@@ -54,6 +55,17 @@ TABLE = [
     (128, 128, torch.bfloat16, "tables"),
     (128, 128, torch.bfloat16, "mixed, tables"),
 ]
+# Every variant, head dim and dtype once, every kernel for both targets.
+ALWAYS = {
+    (64, 64, torch.bfloat16, "causal"): 100,
+    (64, 128, torch.float16, "window"): 100,
+    (128, 128, torch.bfloat16, "plain"): 90,
+    (256, 256, torch.bfloat16, "everything"): 90,
+    (128, 128, torch.float32, "causal"): 90,
+    (256, 256, torch.bfloat16, "gelu"): 100,
+    (128, 128, torch.bfloat16, "tables"): 100,
+    (128, 128, torch.bfloat16, "mixed, tables"): 90,
+}
 HEADS = 4
 BIAS_OPTIONS = {"ONE_ROW": False, "ONE_COL": False, "ALL_HEADS": True}
 
@@ -135,9 +147,20 @@ def spilled_bytes(
     return sum(map(int, spills)), report
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("capability", [90, 100])
-@pytest.mark.parametrize("row", TABLE, ids=lambda r: f"{r[0]}-{r[1]}-{NAMES[r[2]]}-{r[3]}")
+def cases() -> list[Any]:
+    return [
+        pytest.param(
+            row,
+            capability,
+            id=f"{row[0]}-{row[1]}-{NAMES[row[2]]}-{row[3]}-{capability}",
+            marks=pytest.mark.slow if ALWAYS.get(row) == capability else sweep,
+        )
+        for row in TABLE
+        for capability in (90, 100)
+    ]
+
+
+@pytest.mark.parametrize(("row", "capability"), cases())
 def test_attention_does_not_spill(row: tuple, capability: int, tmp_path: Path) -> None:
     d, dv, dtype, variant = row
     spec = spec_of(variant)

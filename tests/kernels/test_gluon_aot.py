@@ -1,6 +1,8 @@
 """Every configuration of the selection table compiles for sm_90 within its limits of spills and shared memory.
 
-No GPU is needed (see gemopt/kernels/gluon/aot.py). A C75xx warning means that ptxas serialises wgmma products.
+No GPU is needed (see gemopt/kernels/gluon/aot.py). A C75xx warning means that ptxas serialises wgmma products. Every
+configuration is compiled at its largest head dim, and every kernel with all head dims, score functions and masks; all their
+combinations are for GEMOPT_TEST_SWEEP=1.
 """
 
 import importlib.util
@@ -21,6 +23,7 @@ from gemopt.kernels.gluon.fused import attention_backward_fused
 from gemopt.kernels.spec import AttentionSpec
 from gemopt.kernels.triton import block_attention as blocks
 from gemopt.kernels.triton.tiles import TileList
+from tests.hostile.common import sweep
 
 SHARED_MEMORY = 232_448  # bytes a program may use on sm_90
 # Bytes of spill stores and loads together, all roles. The fused backward keeps 128 accumulators beside two score tiles; its
@@ -56,17 +59,24 @@ def arguments(kernel: str, config: dict[str, Any], d: int, call: launch.Call, dt
 
 
 def cases() -> list[Any]:
-    """Table rows × head dims × (plain, causal window), each with the heaviest score function it is for."""
+    """Table rows × head dims × (plain, causal window), each with the heaviest score function it is for.
+
+    Those that are the first of their row, or of their kernel with a head dim, a score function or a mask, run always.
+    """
     found = []
+    seen: set[tuple[Any, ...]] = set()
     for i, row in enumerate(table.rows()):
-        if row["kernel"] in ("backward", "block_backward"):
+        kernel = row["kernel"]
+        if kernel in ("backward", "block_backward"):
             continue
-        for d in row["head_dim"]:
+        for d in sorted(row["head_dim"], reverse=True):
             for softmax in [row["softmax"]] if "softmax" in row else [True, False]:
-                for band in [row["band"]] if "band" in row else [False, True]:
-                    name = f"{i}-{row['kernel']}-{d}-{'softmax' if softmax else 'gelu'}{'-band' if band else ''}"
-                    slow = [] if d == 64 and row["kernel"] == "forward" and not band else [pytest.mark.slow]
-                    found.append(pytest.param(row, d, softmax, band, id=name, marks=slow))
+                for band in [row["band"]] if "band" in row else [True, False]:
+                    name = f"{i}-{kernel}-{d}-{'softmax' if softmax else 'gelu'}{'-band' if band else ''}"
+                    shown = {("row", i), (kernel, "d", d), (kernel, "softmax", softmax), (kernel, "band", band)}
+                    marks = pytest.mark.slow if shown - seen else sweep
+                    seen |= shown
+                    found.append(pytest.param(row, d, softmax, band, id=name, marks=marks))
     return found
 
 
@@ -109,9 +119,10 @@ def test_table_refuses_other_head_dims() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", [90, 100])
+@pytest.mark.parametrize(
+    ("d", "capability"), [(64, 100), (128, 90), *(pytest.param(*c, marks=sweep) for c in [(64, 90), (128, 100)])]
+)
 @pytest.mark.parametrize("kernel", [blocks.block_forward, blocks.block_backward], ids=lambda k: k.__name__)
-@pytest.mark.parametrize("d", [64, 128])
 def test_block_kernels_do_not_spill(kernel: Any, d: int, capability: int) -> None:
     values: dict[str, Any] = dict.fromkeys(kernel.arg_names, 128)
     for name in kernel.arg_names:
@@ -144,8 +155,10 @@ def test_hopper_block_backward_compiles(d: int, causal: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("add", [False, True])
-@pytest.mark.parametrize("softmax", [False, True])
+@pytest.mark.parametrize(
+    ("softmax", "add"),
+    [(True, True), (False, False), *(pytest.param(*c, marks=sweep) for c in [(True, False), (False, True)])],
+)
 def test_owner_form_compiles(softmax: bool, add: bool) -> None:
     """The backward that owns whole sequences, with the configurations of the fused one."""
     row = next(r for r in table.rows() if r["kernel"] == "fused" and r.get("softmax", softmax) == softmax)

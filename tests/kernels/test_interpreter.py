@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-FILES = ["test_triton_attention.py", "test_blocks.py", "test_tiles.py"]
+FILES = [["test_triton_attention.py"], ["test_blocks.py", "test_tiles.py"]]
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
-@pytest.mark.parametrize("file", FILES)
-def test_under_the_interpreter(file: str) -> None:
+@pytest.mark.parametrize("files", FILES, ids=" ".join)
+def test_under_the_interpreter(files: list[str]) -> None:
     root = Path(__file__).resolve().parents[2]
     env = {**os.environ, "TRITON_INTERPRET": "1", "GEMOPT_FORCE_TRITON": "1", "CUDA_VISIBLE_DEVICES": ""}
     env.pop("PYTEST_XDIST_WORKER", None)
@@ -29,7 +29,7 @@ def test_under_the_interpreter(file: str) -> None:
             "not gpu",
             "-p",
             "no:cacheprovider",
-            str(Path(__file__).parent / file),
+            *(str(Path(__file__).parent / file) for file in files),
         ],
         cwd=root,
         env=env,

@@ -35,7 +35,7 @@ pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 
 # The interpreter takes seconds for a few tiles, of 32 queries and 64 keys there: cases that fill many are cut, and what is
 # compiled code's alone (races, one kernel for each dtype) is left to a GPU.
-_LONGEST = 100
+_LONGEST = 70
 
 
 def case_of(name: str) -> Case:
@@ -47,13 +47,10 @@ def case_of(name: str) -> Case:
 
 
 HALF_CASES = [
-    "plain",
     "causal",
     "zeros and ones",
-    "cross causal bottom right",
     "positions both",
     "window",
-    "GQA",
     "narrow values",
     "dropout causal GQA",
     "bias shared, causal",
@@ -115,7 +112,8 @@ def test_bias_gradient_at_positions_is_refused_where_determinism_is_asked_for() 
 
 @pytest.mark.parametrize("bias", ["HQK"] if INTERPRETED else ["HQK", "BHQK", "K"])
 def test_bias_gradients_are_equal_bit_by_bit(bias: str) -> None:
-    inputs = draw(Case((70, 5, 40), kv_heads=1, bias=bias), DTYPES[-1])
+    lens = (5, 40) if INTERPRETED else (70, 5, 40)
+    inputs = draw(Case(lens, kv_heads=1, bias=bias), DTYPES[-1])
     first, second = (run(jagged_attention, inputs, DTYPES[-1], DEVICE) for _ in range(2))
     assert torch.equal(first["dbias"], second["dbias"])
 
@@ -193,7 +191,8 @@ def test_longer_than_max_is_still_right() -> None:
 
 
 def test_runs_are_equal_bit_by_bit() -> None:
-    inputs = draw(Case((70, 5), kv_heads=1, kwargs={"causal": True, "dropout_p": 0.1}), DTYPES[-1])
+    lens = (40 if INTERPRETED else 70, 5)
+    inputs = draw(Case(lens, kv_heads=1, kwargs={"causal": True, "dropout_p": 0.1}), DTYPES[-1])
     first, second = (run(jagged_attention, inputs, DTYPES[-1], DEVICE) for _ in range(2))
     for name in first:
         assert torch.equal(first[name], second[name]), name

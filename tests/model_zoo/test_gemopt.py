@@ -10,6 +10,7 @@ import torch.nn.functional as F
 import gemopt
 from gemopt.model_zoo import tasks
 from gemopt.model_zoo.data import BatchIterator, movielens
+from tests.hostile.common import sweep
 
 try:
     movielens.data_folder()
@@ -26,7 +27,13 @@ def fresh_dynamo():
 
 @pytest.mark.parametrize(
     ("model", "pooling", "steps"),
-    [("gem_small", "mean", 50), ("gem_small", "last", 12), ("sasrec", "mean", 12), ("sasrec", "last", 12)],
+    [
+        ("gem_small", "mean", 20),
+        ("sasrec", "last", 12),
+        pytest.param("gem_small", "mean", 50, marks=sweep),
+        pytest.param("gem_small", "last", 12, marks=sweep),
+        pytest.param("sasrec", "mean", 12, marks=sweep),
+    ],
 )
 def test_losses_equal_eager(model, pooling, steps):
     """Adam steps on batches of changing sizes and padded lengths, each side from its own parameters."""
@@ -73,12 +80,13 @@ def shorter(model, batch, width):
 
 
 def test_evaluation_equals_eager():
-    samples, vocabulary = tasks.load_samples("movielens", "gem_small", 24)
+    samples, vocabulary = tasks.load_samples("movielens", "sasrec", 24)
     torch.manual_seed(0)
-    model = tasks.build_model("gem_small", vocabulary, 24, 0.3, "mean").eval()
+    model = tasks.build_model("sasrec", vocabulary, 24, 0.3, "mean").eval()
     compiled = gemopt.compile(model, inner="aot_eager", strict=True)
     with torch.no_grad():
         for size in (40, 7):
             batch = samples["valid"].collate(range(0, 100 * size, 100))
-            torch.testing.assert_close(compiled(batch), model(batch), rtol=1e-5, atol=1e-6)
+            found, expected = (tasks.click_logits("sasrec", f, batch) for f in (compiled, model))
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     assert any(r.kernel == "jagged_attention" for r in compiled.report.rewrites)

@@ -54,9 +54,12 @@ class Config:
     batch: int
     fill: float
     precision: str
+    layers: int | None = None  # None: as the config has it
 
     def title(self) -> str:
-        return f"{self.model} {self.config}, batch {self.batch}, max {self.max_len}, fill {self.fill:g}, {self.precision}"
+        depth = "" if self.layers is None else f" with {self.layers} layers and the histories of {self.data}"
+        model = f"{self.model} {self.config}{depth}"
+        return f"{model}, batch {self.batch}, max {self.max_len}, fill {self.fill:g}, {self.precision}"
 
 
 def random_batch(schema: Schema, size: int, fill: float, generator: torch.Generator) -> Batch:
@@ -125,8 +128,9 @@ def make_work(config: Config) -> tuple[tasks.Workload, Schema]:
     sizes = SyntheticConfig.size(config.data, max_len=config.max_len, lengths="uniform", fill=config.fill)
     schema = Synthetic(sizes).schema
     torch.manual_seed(0)
+    changes = {} if config.layers is None else {"n_layers": config.layers}
     work = tasks.Workload(
-        module=zoo.build(config.model, schema, config.config),
+        module=zoo.build(config.model, schema, config.config, **changes),
         source=None,  # type: ignore[arg-type]
         labels={task: f"label_{task}" for task in schema.tasks},
         histories=tuple(schema.events),
@@ -248,7 +252,7 @@ def grid(options: argparse.Namespace) -> list[Config]:
     precision = options.precision or ("bf16" if cuda else "fp32")
     batch = options.batch or (1024 if cuda else 32)
     return [
-        Config(options.model, size, options.data or size, length, batch, options.fill, precision)
+        Config(options.model, size, options.data or size, length, batch, options.fill, precision, options.layers)
         for size, length in itertools.product(sizes, lengths)
     ]
 
@@ -259,6 +263,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--model", default="gem", choices=tuple(zoo.MODELS))
     p.add_argument("--config", nargs="+", help="default: small on a CPU, base and large on a GPU")
     p.add_argument("--data", help="size of the synthetic data whose features and events are used (default: the config's)")
+    p.add_argument("--layers", type=int, help="fewer layers than the config has: compiles in minutes, at its widths")
     p.add_argument("--max-len", nargs="+", type=int, help="default: 256 on a CPU, 1024 and 2048 on a GPU")
     p.add_argument("--batch", type=int, help="samples a step (default: 32 on a CPU, 1024 on a GPU)")
     p.add_argument("--fit", action="store_true", help="halve the batch until torch.compile and gemopt fit")

@@ -31,10 +31,6 @@ from gemopt.graph.values import Values
 
 aten = torch.ops.aten
 
-# torch 2.11 compares the size of a packed axis with 0 and 1 in places (logsumexp, gradients of products) and gives up where
-# it cannot know. Fewer rows run padded there.
-_FEWEST_ROWS = 2 if torch.__version__.startswith("2.11.") else 0
-
 
 @dataclass(frozen=True)
 class Bit:
@@ -239,7 +235,7 @@ class Plan:
                 else:
                     if s not in counts:
                         counts[s] = env.create_unbacked_symint()
-                        torch._check(counts[s] >= _FEWEST_ROWS)
+                        torch._check(counts[s] >= 0)
                     count = counts[s]
                 examples.append(torch.empty(count, dtype=torch.int64, device=self._device))
         return examples
@@ -263,7 +259,7 @@ class Plan:
         What the packed graph makes of them is right if `confirm` says so afterwards.
         """
         counts = {s: int(tensors[self._slots["count", s]]) for s in self._expected}
-        if not counts or min(counts.values()) < max(1, _FEWEST_ROWS):
+        if not counts or 0 in counts.values():
             return None
         totals = {s.name: tensors[self._slots["mask", s]].numel() for s in self.sets}
         if any(n > totals[s.name] for s, n in counts.items()):
@@ -294,9 +290,6 @@ class Plan:
                 return False, by_set
         if any(e.kind == "gather" and not by_set[e.set] for e in self.extras):
             self.last_reason = "every sequence is empty"
-            return False, by_set
-        if any(n < _FEWEST_ROWS for n in by_set.values()):
-            self.last_reason = f"fewer than {_FEWEST_ROWS} rows"
             return False, by_set
         return True, by_set
 

@@ -55,7 +55,7 @@ def test_through_aot_autograd_and_all_sizes(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["several_histories"])
+@pytest.mark.parametrize("name", ["sasrec", pytest.param("several_histories", marks=sweep)])
 def test_through_inductor(name):
     model, inputs = CASES[name].make(0)
     assert_equivalent(model, inputs, compiled=compiled(model, "inductor"), cases=("given", "zeros", "skewed"))

@@ -1,5 +1,6 @@
 """The ops under fakes, functionalisation and compilation, and across processes."""
 
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -14,6 +15,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import gemopt.ops
 from gemopt.ops import attention, jagged_attention, naming, pack, packing, segment_sum, segments, unpack
+from tests.hostile.common import sweep
 from tests.ops.attention_cases import Case, draw
 
 REPO = Path(gemopt.ops.__file__).resolve().parents[2]
@@ -172,6 +174,27 @@ print(x.grad.unique().item(), hits, ops.naming.source_hash())
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("edited", ["ops/segments.py", "kernels/cpu/attention.py", "kernels/cpu/*.cpp", "ops/new.py"])
+def test_an_edited_source_renames_the_ops(edited: str, tmp_path: Path) -> None:
+    copy = tmp_path / "gemopt"
+    for part in ("ops", "kernels"):
+        shutil.copytree(REPO / "gemopt" / part, copy / part, ignore=shutil.ignore_patterns("__pycache__"))
+
+    def source_hash() -> str:
+        spec = importlib.util.spec_from_file_location("naming_of_the_copy", copy / "ops" / "naming.py")
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module.source_hash()
+
+    assert source_hash() == naming.source_hash()
+    for path in list(copy.glob(edited)) or [copy / edited]:
+        with path.open("a") as source:
+            source.write("\n")
+    assert source_hash() != naming.source_hash()
+
+
+@sweep  # what it rests on is tested above, and across processes, for a user's op, in tests/hostile/test_stale_cache
 def test_changed_source_meets_no_stale_artifact(tmp_path: Path) -> None:
     """AOTAutograd's cache must see an edited backward: run, run again (a hit), edit, run."""
     copy = tmp_path / "copy"

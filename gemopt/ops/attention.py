@@ -90,7 +90,7 @@ def _attention_backward(
     _, backward = attention_kernels(q)
     with torch._C._DisableAutocast():
         dq, dk, dv, dbias = backward(dout, q, k, v, out, lse, _spec(args), bias_grad)
-    return dq, dk, dv, q.new_empty(0) if dbias is None else dbias
+    return dq, dk, dv, q.new_empty(0) if dbias is None else dbias.to(args[_BIAS].dtype)
 
 
 @_attention_backward.register_fake

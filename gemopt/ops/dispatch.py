@@ -29,7 +29,7 @@ def attention_kernels(q: Tensor) -> tuple[Forward, Backward]:
     """Forward and backward of attention for the device of `q`.
 
     forward(q, k, v, spec) -> out, lse                    lse `[Tq, H]`, or `[0, H]` unless the weights are a softmax
-    backward(dout, q, k, v, out, lse, spec, bias_grad) -> dq, dk, dv, dbias or None
+    backward(dout, q, k, v, out, lse, spec, bias_grad) -> dq, dk, dv, dbias or None (in any dtype)
     """
     if not use_triton(q):
         return cpu.forward, cpu.backward

@@ -216,9 +216,6 @@ def backward(
             piece()
     else:
         workers.run(pieces)
-    if dbias is not None:
-        assert spec.bias is not None
-        dbias = dbias.to(spec.bias.dtype)
     return dq[: q.shape[0]], dk[: k.shape[0]], dv[: k.shape[0]], dbias
 
 

@@ -164,6 +164,5 @@ def backward(
         dbias = job.bias_gradient(spec.bias)
     job.run(library.gemopt_backward)
     if dbias is not None:
-        assert spec.bias is not None
-        dbias = dbias.sum(0).to(spec.bias.dtype)
+        dbias = dbias.sum(0)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dbias

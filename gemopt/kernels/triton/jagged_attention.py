@@ -189,9 +189,6 @@ def backward(
         )
     if bias_grad and not atomic:
         dbias = _bias_gradient(inputs, shared, spec, cfg.backward_bias)
-    if dbias is not None:
-        assert spec.bias is not None
-        dbias = dbias.to(spec.bias.dtype)
     return dq, dk, dv, dbias
 
 

@@ -115,7 +115,7 @@ class GemoptBackend:
         if planned is None:
             return self.inner(gm, example_inputs)
         try:
-            return self._compile_plan(gm, example_inputs, *planned, report)
+            return self._compile_plan(gm, *planned, report)
         except (RestartAnalysis, SkipFrame):
             raise  # Dynamo's own control flow
         except Exception as error:
@@ -161,13 +161,11 @@ class GemoptBackend:
         report.reject("graph", "internal error", reason=reason, hint=f"{PLAIN}; strict=True raises this error")
         warnings.warn(f"gemopt: internal error, {PLAIN}: {reason}", RuntimeWarning, stacklevel=2)
 
-    def _compile_plan(
-        self, gm: fx.GraphModule, example_inputs: list[Any], captured: Captured, plan: Any, report: Any
-    ) -> Callable[..., Any]:
+    def _compile_plan(self, gm: fx.GraphModule, captured: Captured, plan: Any, report: Any) -> Callable[..., Any]:
         prologue = self._compile_prologue(captured, plan)
         adopt(plan.packed, gm)
         packed = self.inner(plan.packed, [*captured.example_inputs, *plan.extra_examples])
-        padded = LazyPadded(gm, self.inner, self.dynamic) if _retraceable(gm) else self.inner(gm, example_inputs)
+        padded = LazyPadded(gm, self.inner, self.dynamic) if _retraceable(gm) else self.inner(gm, captured.real_inputs)
         return Host(prologue, packed, padded, plan, report, size_symbols(captured))
 
     def _compile_prologue(self, captured: Captured, plan: Any) -> Callable[..., Any]:

@@ -17,7 +17,8 @@ from ..models.parts import SequenceModel
 from ..models.registry import ids_for
 
 #: For long lists that look for what the quick ones miss: GEMOPT_TEST_SWEEP=1 runs them.
-sweep = pytest.mark.skipif(not os.environ.get("GEMOPT_TEST_SWEEP"), reason="set GEMOPT_TEST_SWEEP=1")
+SWEEPING = bool(os.environ.get("GEMOPT_TEST_SWEEP"))
+sweep = pytest.mark.skipif(not SWEEPING, reason="set GEMOPT_TEST_SWEEP=1")
 
 
 def compiled(model: Callable[..., Any], inner: str = "eager", **recipe: Any) -> Any:

@@ -79,14 +79,15 @@ def shorter(model, batch, width):
     return out
 
 
-def test_evaluation_equals_eager():
-    samples, vocabulary = tasks.load_samples("movielens", "sasrec", 24)
+@pytest.mark.parametrize("name", ["sasrec", pytest.param("gem_small", marks=sweep)])
+def test_evaluation_equals_eager(name):
+    samples, vocabulary = tasks.load_samples("movielens", name, 24)
     torch.manual_seed(0)
-    model = tasks.build_model("sasrec", vocabulary, 24, 0.3, "mean").eval()
+    model = tasks.build_model(name, vocabulary, 24, 0.3, "mean").eval()
     compiled = gemopt.compile(model, inner="aot_eager", strict=True)
     with torch.no_grad():
         for size in (40, 7):
             batch = samples["valid"].collate(range(0, 100 * size, 100))
-            found, expected = (tasks.click_logits("sasrec", f, batch) for f in (compiled, model))
+            found, expected = (tasks.click_logits(name, f, batch) for f in (compiled, model))
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     assert any(r.kernel == "jagged_attention" for r in compiled.report.rewrites)

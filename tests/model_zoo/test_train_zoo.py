@@ -15,6 +15,9 @@ from gemopt.model_zoo.data.synthetic import Synthetic, SyntheticConfig
 from gemopt.model_zoo.evaluation import evaluate_batches
 from gemopt.model_zoo.metrics import evaluate
 from gemopt.model_zoo.trainer import TrainConfig, Trainer
+from tests.hostile.common import sweep
+
+QUICK_AND_GEM = pytest.mark.parametrize("model", ["sasrec", pytest.param("gem", marks=sweep)])
 
 TINY = {
     "model": "gem", "config": "tiny", "data": "synthetic:tiny", "max_len": 6, "samples": 100, "batch_size": 8, "steps": 6,
@@ -87,10 +90,11 @@ def test_command_reports_tasks_domains_and_mfu(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.slow
-def test_useful_flops_follow_the_lengths():
+@QUICK_AND_GEM
+def test_useful_flops_follow_the_lengths(model):
     """Twice the events at the same padded size: more useful FLOPs, the same padded ones."""
     torch.manual_seed(0)
-    work = tasks.make_workload("sasrec", "synthetic:tiny", "tiny", max_len=8)
+    work = tasks.make_workload(model, "synthetic:tiny", "tiny", max_len=8)
     batch = Synthetic(SyntheticConfig.size("tiny", max_len=8, lengths="uniform", fill=1.0)).batch(np.arange(16))
     counter = mfu.Counter(work.module)
     full = counter(batch)
@@ -107,14 +111,14 @@ def test_useful_flops_follow_the_lengths():
 
 
 @pytest.mark.slow
-def test_same_losses_under_gemopt(tmp_path):
-    """The packed model trains like the padded one, step by step, in float32. Whether every model of the zoo packs and has
-    eager's gradients is for test_gemopt_zoo.py: here one that compiles quickly will do."""
+@QUICK_AND_GEM
+def test_same_losses_under_gemopt(model, tmp_path):
+    """The packed model trains like the padded one, step by step, in float32."""
     import gemopt
 
     losses = {}
     for mode in ("eager", "gemopt"):
-        trainer = Trainer(config(tmp_path / mode, model="sasrec", steps=4))
+        trainer = Trainer(config(tmp_path / mode, model=model, steps=4))
         if mode == "gemopt":
             trainer.compiled = gemopt.compile(trainer.model, inner="eager", strict=True)
         trainer.run()

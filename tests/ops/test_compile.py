@@ -173,7 +173,6 @@ print(x.grad.unique().item(), hits, ops.naming.source_hash())
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("edited", ["ops/segments.py", "kernels/cpu/attention.py", "kernels/cpu/*.cpp", "ops/new.py"])
 def test_an_edited_source_renames_the_ops(edited: str, tmp_path: Path) -> None:
     copy = tmp_path / "gemopt"
@@ -194,6 +193,7 @@ def test_an_edited_source_renames_the_ops(edited: str, tmp_path: Path) -> None:
     assert source_hash() != naming.source_hash()
 
 
+@pytest.mark.slow
 @sweep  # what it rests on is tested above, and across processes, for a user's op, in tests/hostile/test_stale_cache
 def test_changed_source_meets_no_stale_artifact(tmp_path: Path) -> None:
     """AOTAutograd's cache must see an edited backward: run, run again (a hit), edit, run."""

@@ -3,7 +3,6 @@
 A compiler reads a result by the fake's dtype: a gradient returned in another is not converted, it is misread.
 """
 
-import importlib
 from unittest.mock import patch
 
 import pytest
@@ -13,10 +12,10 @@ from hypothesis import strategies as st
 
 from gemopt.kernels.cpu import native
 from gemopt.ops import attention
+from gemopt.ops.pffn import _pffn, _pffn_backward
 from tests.ops.attention_cases import Case, draw
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-PFFN = importlib.import_module("gemopt.ops.pffn")  # the package shows the function of that name
 # Short and long sequences, single queries and none at all take different paths.
 LENGTHS = ((3, 0, 5), (70, 2), (1, 1), (0, 0))
 
@@ -64,6 +63,6 @@ def test_pffn(dtype: torch.dtype, weights: bool) -> None:
     offsets = torch.tensor([0, 4, 4, 7]), torch.tensor([0, 2, 4, 6])
     scales = [torch.randn(16, dtype=dtype) for _ in range(3)] if weights else [None] * 3
     arguments = (q, k, v, *offsets, 4, 2, "silu", 0.3, 1.0, 1e-5, 1e-6, *scales)
-    like_its_fake(PFFN._pffn._opoverload, arguments)
-    _, ln, stats, g = PFFN._pffn(*arguments)
-    like_its_fake(PFFN._pffn_backward._opoverload, (torch.ones_like(g), q, k, v, ln, stats, g, *arguments[3:]))
+    like_its_fake(_pffn._opoverload, arguments)
+    _, ln, stats, g = _pffn(*arguments)
+    like_its_fake(_pffn_backward._opoverload, (torch.ones_like(g), q, k, v, ln, stats, g, *arguments[3:]))

@@ -8,17 +8,19 @@ from __future__ import annotations
 import pytest
 
 from gemopt.testing.programs import run, sample, sample_near_miss
+from tests.hostile.common import sweep
 
 CASES = ("given", "holes", "zeros")
+SEEDS = [*range(10_000, 10_005), *(pytest.param(seed, marks=sweep) for seed in range(10_005, 10_008))]
 
 
-@pytest.mark.parametrize("seed", range(10_000, 10_005))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_positive_programs_are_right(seed: int) -> None:
     outcome = run(sample(seed), cases=CASES)
     assert outcome.right, str(outcome)
 
 
-@pytest.mark.parametrize("seed", range(10_000, 10_005))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_near_misses_are_right(seed: int) -> None:
     outcome = run(sample_near_miss(seed), cases=CASES)
     assert outcome.right or outcome.verdict == "invalid", str(outcome)

@@ -5,10 +5,11 @@
     python bench/gem.py --device cuda --config base --profile           and where the time of each goes, as a plot
 
 A step is forward, backward and update (AdamW, row-wise AdaGrad for tables), bfloat16 by autocast on a GPU and float32 on a
-CPU. Lengths are uniform with mean fill 0.5 (1 to the maximum). Useful FLOPs are those of the padded model's graph at the
-real lengths (gemopt.mfu), three times the forward pass; all contestants are credited with the same. Peak memory is what one
-contestant alone would need. A contestant that does not fit is recorded as such; with ``--fit`` the batch is halved until
-torch.compile fits. Results are merged into ``bench/results/gem-<machine>.json`` (or ``--out``).
+CPU; sizes are compiled as constants, but for the numbers of rows that gemopt packs. Lengths are uniform with mean fill 0.5
+(1 to the maximum). Useful FLOPs are those of the padded model's graph at the real lengths (gemopt.mfu), three times the
+forward pass; all contestants are credited with the same. Peak memory is what one contestant alone would need. A contestant
+that does not fit is recorded as such; with ``--fit`` the batch is halved until torch.compile fits. Results are merged into
+``bench/results/gem-<machine>.json`` (or ``--out``).
 """
 
 from __future__ import annotations

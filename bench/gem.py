@@ -305,9 +305,9 @@ def main(arguments: list[str] | None = None) -> int:
             break
     console.print(table(records))
     if not options.no_save:
-        console.print(f"written: {path}")
+        console.print(f"written: {path}", soft_wrap=True)
         if options.profile:
-            console.print(f"written: {_breakdown.plot(records, NAMES, path.with_suffix('.png'))}")
+            console.print(f"written: {_breakdown.plot(records, NAMES, path.with_suffix('.png'))}", soft_wrap=True)
     return 0
 
 

@@ -202,7 +202,7 @@ def main(arguments: list[str] | None = None) -> int:
             path = _harness.record_results("quality", [record], options.device)
     console.print(table(records))
     if not options.no_save and records:
-        console.print(f"written: {path} and {plot(records, path.with_suffix('.png'))}")
+        console.print(f"written: {path} and {plot(records, path.with_suffix('.png'))}", soft_wrap=True)
     return 0
 
 

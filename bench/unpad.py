@@ -233,7 +233,7 @@ def main(arguments: list[str] | None = None) -> int:
             path = _harness.record_results("unpad", records[-1:], options.device)
     console.print(table(records))
     if not options.no_save and records:
-        console.print(f"written: {path.relative_to(_harness.ROOT)}")
+        console.print(f"written: {path.relative_to(_harness.ROOT)}", soft_wrap=True)
     return 0
 
 

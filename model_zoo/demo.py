@@ -256,7 +256,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     summary = write_files(sides, metrics, padding, options)
     difference, compared = summary["largest_loss_difference"], min(COMPARED_STEPS, trained)
     console.print(f"largest difference of the losses over {compared} steps: {difference:.1e}")
-    console.print(f"written to {options.out}/: report.json, report.html, step_time.png")
+    console.print(f"written to {options.out}/: report.json, report.html, step_time.png", soft_wrap=True)
     console.print(f"{time.perf_counter() - began:.0f} s in all")
     if not difference <= LOSS_TOLERANCE:
         console.print(f"[bold red]the losses part by more than {LOSS_TOLERANCE}: please report this")

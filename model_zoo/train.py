@@ -87,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with stop_on_interrupt(trainer), opened as scalars:
         train_with_progress(trainer, console, scalars)
     if trainer.stop_requested:
-        console.print(f"stopped at step {trainer.step}; {trainer.checkpoint} written, --resume goes on")
+        console.print(f"stopped at step {trainer.step}; {trainer.checkpoint} written, --resume goes on", soft_wrap=True)
         return INTERRUPTED
 
     report = getattr(trainer.compiled, "report", None)
@@ -95,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(report)
     summary = trainer.write_summary({"report": report.to_dict()} if report is not None else None)
     console.print(metrics_table(summary))
-    console.print(f"written: {Path(trainer.config.out) / 'metrics.json'}")
+    console.print(f"written: {Path(trainer.config.out) / 'metrics.json'}", soft_wrap=True)
     return 0
 
 

@@ -34,7 +34,7 @@ from gemopt.passes.jagged import row_totals
 from gemopt.passes.narrate import report_misses, report_plan, report_sites, source_of
 from gemopt.passes.recognise import Miss, recognise
 
-# Packed work costs this much more than the same padded work (gathers, indirect attention): measured in bench/unpad.py.
+# Packed work is taken to cost this much more than the same padded work (gathers, indirect attention): an estimate.
 _PACKED_OVERHEAD = 1.2
 
 
@@ -50,11 +50,12 @@ def unpad(captured: Captured, recipe: Any, report: Any) -> Plan | None:
     outputs: dict[fx.Node, Term] = {}
     if recipe.padded_outputs:
         outputs = governing_masks(graph, known, sites, recipe.padded_outputs, captured.output_names)
-    made = draft(captured.gm, captured.fake_mode, known, sites, outputs)
+    made = draft(captured.gm, captured.fake_mode, known, sites, outputs, min_saving=recipe.min_saving)
     if recipe.verify and made.plan is not None:
         bad = _failing_sites(captured, made, report)
         if bad:
-            made = draft(captured.gm, captured.fake_mode, known, [s for s in sites if s not in bad], outputs)
+            kept = [s for s in sites if s not in bad]
+            made = draft(captured.gm, captured.fake_mode, known, kept, outputs, min_saving=recipe.min_saving)
     report_sites(report, captured, made.layout)
     _report_blind(report, made.blind)
     if made.plan is None:
@@ -91,9 +92,10 @@ def find_sites(gm: fx.GraphModule, known: Analysis) -> tuple[list[Site], list[Mi
 
 def draft(
     gm: fx.GraphModule, fake_mode: Any, known: Analysis, sites: Sequence[Site], outputs: dict[fx.Node, Term],
-    choose: Callable[[Layout], set[fx.Node]] | None = None,
+    choose: Callable[[Layout], set[fx.Node]] | None = None, min_saving: float = 0.0,
 ) -> Draft:  # fmt: skip
-    """Analyse, lay out and write one graph. ``choose`` overrides the cut."""
+    """Analyse, lay out and write one graph. ``outputs``: the rows that are wanted of outputs that may lose some.
+    ``choose`` overrides the cut."""
     seeing = list(sites)
 
     def masks() -> Mapping[fx.Node, frozenset[Term]]:
@@ -114,7 +116,16 @@ def draft(
     exists = [e for n, e in known.exists.items() if n not in inside]
     totals = row_totals(gm.graph, known.values)
     plan = Plan(
-        packed, gm, emitter.extras, live.assumptions, known.values, fake_mode, _cost_rule(layout), pairs, exists, totals
+        packed,
+        gm,
+        emitter.extras,
+        live.assumptions,
+        known.values,
+        fake_mode,
+        _cost_rule(layout, min_saving),
+        pairs,
+        exists,
+        totals,
     )
     return Draft(live, layout, plan, blind)
 
@@ -137,8 +148,8 @@ def _report_blind(report: Any, sites: Sequence[Site]) -> None:
         )  # fmt: skip
 
 
-def _cost_rule(layout: Layout) -> Callable[[Mapping[str, int], Mapping[str, int]], bool]:
-    """Packed where the work on live rows, with its overhead, is less than the work on all rows."""
+def _cost_rule(layout: Layout, min_saving: float) -> Callable[[Mapping[str, int], Mapping[str, int]], bool]:
+    """Packed where the work on live rows, with its overhead, is less than that on all rows, by the share asked for."""
     weights: dict[str, float] = {}
     for node in layout.packed:
         name = layout.rows[node].set.name
@@ -147,7 +158,7 @@ def _cost_rule(layout: Layout) -> Callable[[Mapping[str, int], Mapping[str, int]
     def pays(counts: Mapping[str, int], totals: Mapping[str, int]) -> bool:
         padded = sum(w * totals.get(n, 0) for n, w in weights.items())
         packed = sum(w * counts.get(n, 0) for n, w in weights.items())
-        return packed * _PACKED_OVERHEAD <= padded
+        return packed * _PACKED_OVERHEAD <= padded and packed <= (1 - min_saving) * padded
 
     return pays
 
@@ -156,7 +167,7 @@ def _cost_rule(layout: Layout) -> Callable[[Mapping[str, int], Mapping[str, int]
 
 
 def check_outputs(captured: Captured, plan: Plan) -> None:
-    """The packed graph's outputs must be, as fakes, what the captured graph's are: shape, dtype, device."""
+    """The packed graph's outputs must be, as fakes, what the captured graph's are: number of dims, dtype, device."""
     (output,) = [n for n in plan.packed.graph.nodes if n.op == "output"]
     made = fakes_of(captured, plan)[output]
     (expected,) = [n for n in captured.gm.graph.nodes if n.op == "output"]

@@ -33,6 +33,15 @@ def test_hostile_lengths(pool):
     assert "packed" in packed, "no step ran packed, so the test shows nothing"
 
 
+def test_a_step_that_saves_less_than_asked_for_runs_padded():
+    """Of 44 positions 22 real: half of the work would be saved; 4 real: nine tenths and more."""
+    half, tenth = batch_of([5, 6, 5, 6]), batch_of([1, 1, 1, 1])
+    for share, expected in ((0.4, "packed"), (0.75, "padded: packing does not pay at this fill")):
+        model = sequence_model()
+        subject = compiled(model, min_saving=share)
+        assert [path(same(model, batch, subject)) for batch in (half, tenth)] == [expected, "packed"]
+
+
 @pytest.mark.parametrize("lengths", [[7], [1], [0], []], ids=["one", "one token", "one empty", "empty batch"])
 def test_batches_of_one_and_none(lengths):
     same(sequence_model(fill="1e9"), batch_of(lengths))

@@ -1,4 +1,4 @@
-"""What an op's fake promises is what its kernels return: shape, strides and dtype, on every path and for every dtype.
+"""What an op's fake promises is what its CPU kernels return: shape, strides and dtype, for drawn calls of all dtypes.
 
 A compiler reads a result by the fake's dtype: a gradient returned in another is not converted, it is misread.
 """

@@ -1,8 +1,8 @@
 """The Dynamo backend: capture, pipeline, and the host that runs packed or padded.
 
     Dynamo graph ── capture ── pipeline ──┬── None: the Dynamo graph itself goes to the inner compiler
-                                          └── Plan: prologue, packed graph; the padded graph only when first
-                                          needed
+                                          └── Plan: prologue, packed graph; the padded graph when first needed
+                                          (at once, where Dynamo cannot trace it again)
 
 At run time the prologue computes the packed size and the assumption bits, the host reads them in one
 transfer, and ``Plan.admit`` decides. Where the packed size is the size of an input, the host does not wait for
@@ -33,6 +33,7 @@ from gemopt.recipe import Recipe
 
 Compiler = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
+# A torch that has it can trace the autocast switches of a graph that Dynamo wrote.
 _TRACES_AUTOCAST = hasattr(torch.amp.autocast_mode, "_UnmanagedAutocast")
 PLAIN = "the graph runs as under torch.compile"
 
@@ -329,7 +330,7 @@ class LazyPadded:
         if compiled is None:
             with self._lock:
                 if self._compiled is None:
-                    _LazyGraphModule.force_recompile(self._gm)  # else Dynamo traces the generation of its code
+                    _LazyGraphModule.force_recompile(self._gm)  # else Dynamo traces how its code is generated
                     self._compiled = dynamo.optimize(self._gm.forward, self._inner, dynamic=self._dynamic)
                 compiled = self._compiled
         return compiled(*args)

@@ -9,7 +9,7 @@ gemopt's contract is one graph for all batch sizes and lengths of at least 2. Th
 - sizes count as static until they change.
 
 The last is ``dynamic=True``. The first three are global settings, and so is the cache of fake tensors, which costs more
-than it saves under dynamic shapes (a fifth of the time of a compilation). They are read only while a frame is being
+than it saves under dynamic shapes. They are read only while a frame is being
 compiled, and every compilation goes through one callback, which Dynamo's C code calls on a cache miss.
 Wrapping that callback scopes the settings exactly: nothing to pay on a cache hit, no guard on them, and no
 other user of torch.compile sees them.

@@ -235,8 +235,8 @@ class Plan:
                 else:
                     if s not in counts:
                         counts[s] = env.create_unbacked_symint()
-                        # No higher bound: 2 would answer what shape functions of torch 2.11 ask (logsumexp's), but then
-                        # its inductor fuses reductions on a GPU that it cannot size.
+                        # No lower bound above 0: 2 would answer what shape functions of torch 2.11 ask (logsumexp's), but
+                        # then its inductor fuses reductions on a GPU that it cannot size.
                         torch._check(counts[s] >= 0)
                     count = counts[s]
                 examples.append(torch.empty(count, dtype=torch.int64, device=self._device))

@@ -245,6 +245,7 @@ def reshape(sizes: Sequence[sympy.Expr], shape: Sequence[sympy.Expr]) -> tuple[D
         if not known:
             raise
         dims, exprs = _row_major([s.xreplace(known) for s in sizes], [s.xreplace(known) for s in shape])
+        # The stand-ins for quotients are spelled out again; equal symbols stay one.
         quotients = {name: quotient for quotient, name in known.items() if isinstance(name, sympy.Dummy)}
         dims = tuple(tuple(f.xreplace(quotients) for f in dim) for dim in dims)
     return _rejoined(dims, exprs)
@@ -272,8 +273,8 @@ def _known_by_count(sizes: Sequence[sympy.Expr], shape: Sequence[sympy.Expr]) ->
     """What a view tells of sizes, since it keeps the number of elements: ``L`` and ``L // 4`` are ``4 n`` and ``n`` where it
     is only possible if 4 divides L, and two symbols are one where it is only possible if they are equal."""
     ratio = sympy.cancel(sympy.prod(sizes) / sympy.prod(shape))
-    one, other = ratio.as_numer_denom()
-    found = {one: other} if one.is_Symbol and other.is_Symbol else {}
+    numerator, denominator = ratio.as_numer_denom()
+    found = {numerator: denominator} if numerator.is_Symbol and denominator.is_Symbol else {}
     for quotient in {q for s in (*sizes, *shape) for q in s.atoms(FloorDiv)}:
         whole, divisor = quotient.args
         missing = whole / (divisor * quotient)

@@ -1,6 +1,6 @@
 """What a tensor that is added to the scores consists of: masks (0 or very negative) and biases.
 
-T5 adds its causal mask to the relative position bias once, and the sum to the scores of every layer: sums are looked into.
+A mask may be added to a bias once and the sum to the scores of every layer: sums are looked into.
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ from gemopt.graph.rowsets import RowSet
 from gemopt.graph.terms import Term
 from gemopt.graph.totals import Total, expected_count
 from gemopt.graph.values import Values
+from gemopt.kernels import memo
 
 aten = torch.ops.aten
 
@@ -313,8 +314,10 @@ class Plan:
             elif e.kind == "repack":
                 assert e.target is not None
                 filled.append(inside(tensors[self._slots["rank", e.set]][index[e.target]], counts[e.set] - 1))
-            elif e.kind in ("offsets", "blocks", "gather"):
-                filled.append(inside(tensors[self._slots[e]], counts[e.set] - (e.kind == "gather")))
+            elif e.kind == "gather":
+                filled.append(inside(tensors[self._slots[e]], counts[e.set] - 1))
+            elif e.kind in ("offsets", "blocks"):
+                filled.append(memo.constant(inside(tensors[self._slots[e]], counts[e.set])))
             else:
                 if e.set not in coordinates:
                     coordinates[e.set] = self._coordinates(index[e.set], e.set, tensors)

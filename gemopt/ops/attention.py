@@ -18,8 +18,8 @@ from torch import Tensor
 
 from gemopt.kernels.spec import SOFTMAX, AttentionSpec
 from gemopt.ops.attention_checks import check_align, check_call, check_sizes
+from gemopt.ops.define import op
 from gemopt.ops.dispatch import attention_kernels
-from gemopt.ops.naming import op_name
 
 _SPEC_SCHEMA = (
     "Tensor q_offsets, Tensor k_offsets, SymInt max_q, SymInt max_k, float scale, bool causal, bool bottom_right, "
@@ -58,10 +58,9 @@ def _lse_dtype(q: Tensor) -> torch.dtype:
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
-@torch.library.custom_op(
-    op_name("jagged_attention"),
-    mutates_args=(),
-    schema=f"(Tensor q, Tensor k, Tensor v, {_SPEC_SCHEMA}) -> (Tensor, Tensor)",
+@op(
+    "jagged_attention",
+    f"(Tensor q, Tensor k, Tensor v, {_SPEC_SCHEMA}) -> (Tensor, Tensor)",
 )
 def _attention(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     spec = _spec(args)
@@ -71,17 +70,16 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, Ten
         return forward(q, k, v, spec)
 
 
-@_attention.register_fake
+@_attention.fake
 def _(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     rows, heads, _ = q.shape
     lse_rows = rows if args[_ACTIVATIONS] == SOFTMAX else 0
     return q.new_empty((rows, heads, v.shape[2])), q.new_empty((lse_rows, heads), dtype=_lse_dtype(q))
 
 
-@torch.library.custom_op(
-    op_name("jagged_attention_backward"),
-    mutates_args=(),
-    schema=f"(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor? out, Tensor? lse, bool bias_grad, {_SPEC_SCHEMA}) "
+@op(
+    "jagged_attention_backward",
+    f"(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor? out, Tensor? lse, bool bias_grad, {_SPEC_SCHEMA}) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
 )
 def _attention_backward(
@@ -93,7 +91,7 @@ def _attention_backward(
     return dq, dk, dv, q.new_empty(0) if dbias is None else dbias.to(args[_BIAS].dtype)
 
 
-@_attention_backward.register_fake
+@_attention_backward.fake
 def _(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, lse: Tensor | None, bias_grad: bool, *args: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -132,8 +130,8 @@ def _no_double_backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
     )
 
 
-_attention.register_autograd(_backward, setup_context=_setup)
-_attention_backward.register_autograd(_no_double_backward)
+_attention.autograd(_backward, _setup)
+_attention_backward.autograd(_no_double_backward, None)
 
 
 def attend(op: str, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:

@@ -14,22 +14,20 @@ import torch
 from torch import Tensor
 
 from gemopt.ops.checks import check, check_index, check_same_device, check_tensor, same_size
-from gemopt.ops.naming import op_name
+from gemopt.ops.define import op
 
 
-@torch.library.custom_op(op_name("pack"), mutates_args=(), schema="(Tensor x, Tensor index) -> Tensor")
+@op("pack", "(Tensor x, Tensor index) -> Tensor")
 def _pack(x: Tensor, index: Tensor) -> Tensor:
     return x.index_select(0, index)
 
 
-@_pack.register_fake
+@_pack.fake
 def _(x: Tensor, index: Tensor) -> Tensor:
     return x.new_empty((index.shape[0], *x.shape[1:]))
 
 
-@torch.library.custom_op(
-    op_name("unpack"), mutates_args=(), schema="(Tensor values, Tensor index, SymInt rows, float fill) -> Tensor"
-)
+@op("unpack", "(Tensor values, Tensor index, SymInt rows, float fill) -> Tensor")
 def _unpack(values: Tensor, index: Tensor, rows: int, fill: float) -> Tensor:
     check(
         values.shape[0] == index.shape[0],
@@ -39,7 +37,7 @@ def _unpack(values: Tensor, index: Tensor, rows: int, fill: float) -> Tensor:
     return out.index_copy_(0, index, values)
 
 
-@_unpack.register_fake
+@_unpack.fake
 def _(values: Tensor, index: Tensor, rows: int, fill: float) -> Tensor:
     return values.new_empty((rows, *values.shape[1:]))
 
@@ -64,8 +62,8 @@ def _unpack_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
     return _pack(grad, index), None, None, None
 
 
-_pack.register_autograd(_pack_backward, setup_context=_pack_setup)
-_unpack.register_autograd(_unpack_backward, setup_context=_unpack_setup)
+_pack.autograd(_pack_backward, _pack_setup)
+_unpack.autograd(_unpack_backward, _unpack_setup)
 
 
 def pack(x: Tensor, index: Tensor) -> Tensor:

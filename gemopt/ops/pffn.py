@@ -14,8 +14,8 @@ from torch import Tensor
 
 from gemopt.kernels.spec import AttentionSpec
 from gemopt.ops.attention_checks import check_call
+from gemopt.ops.define import op
 from gemopt.ops.dispatch import attention_kernels, is_hopper
-from gemopt.ops.naming import op_name
 
 OP = "pffn"
 _SCHEMA = (
@@ -89,10 +89,9 @@ def _wide(x: Tensor) -> Tensor:
     return x.reshape(x.shape[0], -1).to(torch.float64 if x.dtype == torch.float64 else torch.float32)
 
 
-@torch.library.custom_op(
-    op_name("pffn"),
-    mutates_args=(),
-    schema=f"(Tensor q, Tensor k, Tensor v, {_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
+@op(
+    "pffn",
+    f"(Tensor q, Tensor k, Tensor v, {_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def _pffn(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """out, ln, the statistics [2, T] of LayerNorm (mean, 1/deviation), g."""
@@ -124,16 +123,15 @@ def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     return x if bias is None else x + bias
 
 
-@_pffn.register_fake
+@_pffn.fake
 def _(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     return q.new_empty(q.shape), q.new_empty(q.shape), q.new_empty((2, q.shape[0]), dtype=wide), q.new_empty(q.shape)
 
 
-@torch.library.custom_op(
-    op_name("pffn_backward"),
-    mutates_args=(),
-    schema=f"(Tensor dout, Tensor? q, Tensor k, Tensor v, Tensor ln, Tensor stats, Tensor g, {_SCHEMA}) "
+@op(
+    "pffn_backward",
+    f"(Tensor dout, Tensor? q, Tensor k, Tensor v, Tensor ln, Tensor stats, Tensor g, {_SCHEMA}) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def _pffn_backward(
@@ -173,7 +171,7 @@ def _pffn_backward(
     return dq, dk, dv, sums[0], sums[1], sums[2]
 
 
-@_pffn_backward.register_fake
+@_pffn_backward.fake
 def _(
     dout: Tensor, q: Tensor | None, k: Tensor, v: Tensor, ln: Tensor, stats: Tensor, g: Tensor, *args: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -202,7 +200,7 @@ def _backward(ctx: Any, dout: Tensor | None, *unused: Tensor | None) -> tuple[An
     return (*grads, *nothing, *given)
 
 
-_pffn.register_autograd(_backward, setup_context=_setup)
+_pffn.autograd(_backward, _setup)
 
 
 def pffn(

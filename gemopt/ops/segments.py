@@ -13,12 +13,10 @@ from torch import Tensor
 
 from gemopt.kernels import segments as kernel
 from gemopt.ops.checks import check, check_index, check_same_device, check_tensor, same_size
-from gemopt.ops.naming import op_name
+from gemopt.ops.define import op
 
 
-@torch.library.custom_op(
-    op_name("segment_sum"), mutates_args=(), schema="(Tensor values, Tensor offsets, Tensor row_to_seq) -> Tensor"
-)
+@op("segment_sum", "(Tensor values, Tensor offsets, Tensor row_to_seq) -> Tensor")
 def _segment_sum(values: Tensor, offsets: Tensor, row_to_seq: Tensor) -> Tensor:
     check(
         values.shape[0] == row_to_seq.shape[0],
@@ -27,19 +25,17 @@ def _segment_sum(values: Tensor, offsets: Tensor, row_to_seq: Tensor) -> Tensor:
     return kernel.segment_sum(values, offsets)
 
 
-@_segment_sum.register_fake
+@_segment_sum.fake
 def _(values: Tensor, offsets: Tensor, row_to_seq: Tensor) -> Tensor:
     return values.new_empty((offsets.shape[0] - 1, *values.shape[1:]))
 
 
-@torch.library.custom_op(
-    op_name("segment_spread"), mutates_args=(), schema="(Tensor grad, Tensor offsets, Tensor row_to_seq) -> Tensor"
-)
+@op("segment_spread", "(Tensor grad, Tensor offsets, Tensor row_to_seq) -> Tensor")
 def _segment_spread(grad: Tensor, offsets: Tensor, row_to_seq: Tensor) -> Tensor:
     return grad.index_select(0, row_to_seq)
 
 
-@_segment_spread.register_fake
+@_segment_spread.fake
 def _(grad: Tensor, offsets: Tensor, row_to_seq: Tensor) -> Tensor:
     return grad.new_empty((row_to_seq.shape[0], *grad.shape[1:]))
 
@@ -56,8 +52,8 @@ def _spread_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
     return _segment_sum(grad, *ctx.saved_tensors), None, None
 
 
-_segment_sum.register_autograd(_sum_backward, setup_context=_setup)
-_segment_spread.register_autograd(_spread_backward, setup_context=_setup)
+_segment_sum.autograd(_sum_backward, _setup)
+_segment_spread.autograd(_spread_backward, _setup)
 
 
 def segment_sum(values: Tensor, offsets: Tensor, row_to_seq: Tensor) -> Tensor:

@@ -92,6 +92,7 @@ def test_configuration_compiles(row: dict[str, Any], d: int, softmax: bool, band
     assert "wgmma.mma_async" in found.ptx and "setmaxnreg" in found.ptx
 
 
+@sweep
 def test_a_serialised_product_is_seen() -> None:
     """The gate can fail: 256 streamed keys leave too few registers."""
     config = {"parts": 2, "keys": 256, "stages": 1, "q_stages": 1}
@@ -157,7 +158,7 @@ def test_hopper_block_backward_compiles(d: int, causal: bool) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("softmax", "add"),  # an activation, with and without the residual of a feed-forward: what the table has it for
-    [(False, True), (False, False), *(pytest.param(True, add, marks=sweep) for add in (True, False))],
+    [(False, True), *(pytest.param(*case, marks=sweep) for case in ((False, False), (True, True), (True, False)))],
 )
 def test_owner_form_compiles(softmax: bool, add: bool) -> None:
     """The backward that owns whole sequences, with the configurations of the fused one."""

@@ -66,23 +66,23 @@ POSITIONS = torch.arange(8)
 def test_opcheck_attention(grad: bool, changes: dict) -> None:
     changes = {n: x.clone().requires_grad_(grad) if n == "bias" else x for n, x in changes.items()}
     arguments = attention_arguments(grad, **changes)
-    torch.library.opcheck(attention._attention._opoverload, arguments)
+    torch.library.opcheck(attention._attention.overload, arguments)
     if not grad:
         q, k, v, *spec = arguments
         out, lse = attention._attention(*arguments)
         saved = (out, lse) if lse.shape[0] else (None, None)
         backward = (torch.ones_like(out), q, k, v, *saved, "bias" in changes, *spec)
-        torch.library.opcheck(attention._attention_backward._opoverload, backward)
+        torch.library.opcheck(attention._attention_backward.overload, backward)
 
 
 @pytest.mark.parametrize("grad", [False, True])
 def test_opcheck_rows(grad: bool) -> None:
     x, index = torch.randn(5, 3, requires_grad=grad), torch.tensor([1, 4])
     offsets, owner = torch.tensor([0, 0, 2, 5]), torch.tensor([1, 1, 2, 2, 2])
-    torch.library.opcheck(packing._pack._opoverload, (x, index))
-    torch.library.opcheck(packing._unpack._opoverload, (x[:2].detach().requires_grad_(grad), index, 6, -1.0))
-    torch.library.opcheck(segments._segment_sum._opoverload, (x, offsets, owner))
-    torch.library.opcheck(segments._segment_spread._opoverload, (x[:3].detach().requires_grad_(grad), offsets, owner))
+    torch.library.opcheck(packing._pack.overload, (x, index))
+    torch.library.opcheck(packing._unpack.overload, (x[:2].detach().requires_grad_(grad), index, 6, -1.0))
+    torch.library.opcheck(segments._segment_sum.overload, (x, offsets, owner))
+    torch.library.opcheck(segments._segment_spread.overload, (x[:3].detach().requires_grad_(grad), offsets, owner))
 
 
 def model(x: torch.Tensor, lengths: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -140,8 +140,8 @@ def test_graph_has_one_node_per_direction() -> None:
     q, k, v = (x.float().requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
     names = [str(n.target) for n in make_fx(step)(q, k, v).graph.nodes if "gemopt" in str(n.target)]
     assert [n.split("_" + naming.source_hash())[0] for n in names] == [
-        "gemopt.jagged_attention",
-        "gemopt.jagged_attention_backward",
+        "gemopt.jagged_attention_kernel",
+        "gemopt.jagged_attention_backward_kernel",
     ]
 
 

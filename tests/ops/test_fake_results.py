@@ -48,11 +48,11 @@ def test_attention(data: st.DataObject) -> None:
     offsets, causal = inputs.kwargs["q_offsets"], data.draw(st.booleans(), label="causal")
     spec = (offsets, offsets, longest, longest, 0.5, causal, False, -1, -1, None, None, 0.0, None, bias, mask, score, 1.0, 0)
     with patch.object(native, "CACHED", data.draw(st.sampled_from((native.CACHED, 0)), label="long from")):
-        like_its_fake(attention._attention._opoverload, (q, k, v, *spec))
+        like_its_fake(attention._attention.overload, (q, k, v, *spec))
         out, lse = attention._attention(q, k, v, *spec)
         saved = (out, lse) if score == "softmax" else (None, None)
         backward = (torch.ones_like(out), q, k, v, *saved, bias is not None, *spec)
-        like_its_fake(attention._attention_backward._opoverload, backward)
+        like_its_fake(attention._attention_backward.overload, backward)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -63,6 +63,6 @@ def test_pffn(dtype: torch.dtype, weights: bool) -> None:
     offsets = torch.tensor([0, 4, 4, 7]), torch.tensor([0, 2, 4, 6])
     scales = [torch.randn(16, dtype=dtype) for _ in range(3)] if weights else [None] * 3
     arguments = (q, k, v, *offsets, 4, 2, "silu", 0.3, 1.0, 1e-5, 1e-6, *scales)
-    like_its_fake(_pffn._opoverload, arguments)
+    like_its_fake(_pffn.overload, arguments)
     _, ln, stats, g = _pffn(*arguments)
-    like_its_fake(_pffn_backward._opoverload, (torch.ones_like(g), q, k, v, ln, stats, g, *arguments[3:]))
+    like_its_fake(_pffn_backward.overload, (torch.ones_like(g), q, k, v, ln, stats, g, *arguments[3:]))

@@ -5,7 +5,8 @@ in device memory, where the kernels read it. Record (8 int32): first row of the 
 length of the stationary rows, start and length of the streamed rows, sequence. Longest first means by the length of the
 streamed side, then by sequence, then from the last tile to the first (the order of falling work under a causal mask).
 Programs take every n-th tile of the list, so any two differ by at most one tile's work (Graham's bound for sorted
-lists). Rows after the last offset belong to one more sequence with nothing to stream: its tiles write zeros.
+lists). Rows after the last offset belong to one more sequence with nothing to stream: its tiles write zeros. On a GPU
+one list serves all layers and directions of a batch (`gemopt.kernels.memo`).
 
 A list of whole sequences has one record for each that has any rows, ordered by the product of both lengths. Its seventh
 word counts the streamed rows that meet no stationary row (all of them, in a sequence without any; those after the last
@@ -18,6 +19,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from gemopt.kernels.memo import remembered
 
 OWN = 16  # sequences of one program of the builder
 SORTED_BATCH = 1 << 15  # ranks are counted pair by pair; above this many sequences the order stays as it is
@@ -126,6 +129,18 @@ def sequence_list(x_offsets: Tensor, y_offsets: Tensor, x_rows: int, y_rows: int
 
 
 def _build(
+    x_offsets: Tensor, y_offsets: Tensor, x_rows: int, y_rows: int, block: int, in_order: bool, whole: bool
+) -> TileList:
+    def make() -> TileList:
+        return _write(x_offsets, y_offsets, x_rows, y_rows, block, in_order, whole)
+
+    if not x_offsets.is_cuda:
+        return make()
+    stream = torch.cuda.current_stream(x_offsets.device).cuda_stream  # what one stream wrote, another may not see yet
+    return remembered(x_offsets, y_offsets, (stream, x_rows, y_rows, block, in_order, whole), make)
+
+
+def _write(
     x_offsets: Tensor, y_offsets: Tensor, x_rows: int, y_rows: int, block: int, in_order: bool, whole: bool
 ) -> TileList:
     batch = x_offsets.shape[0] - 1

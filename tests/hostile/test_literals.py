@@ -8,6 +8,8 @@ from torch import Tensor, nn
 
 from gemopt.testing import assert_equivalent
 
+from .common import sweep
+
 
 class Literal(nn.Module):
     """Masked attention and mean; `kind` says where a tensor literal stands."""
@@ -30,7 +32,7 @@ class Literal(nn.Module):
 
 
 @pytest.mark.parametrize("kind", ["tensor", "index_put"])
-@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=sweep)])
 def test_literals_do_not_stop_the_packed_graph(kind: str, inner: str) -> None:
     def inputs(lengths: Tensor, max_len: int, g: torch.Generator) -> tuple[Tensor, ...]:
         ids = torch.randint(1, 31, (len(lengths), max_len), generator=g)

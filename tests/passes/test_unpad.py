@@ -30,7 +30,13 @@ LENGTHS = ([3, 12, 7, 20], [1, 20, 1, 2], [4, 0, 9, 5])
 # Their graphs hold active dropout, a data-dependent size or nothing to pack: other tests run them.
 SKIPPED_TAGS = {"dropout", "nothing", "unbacked"}
 ONE_SPELLING = {"pool", "mask", "causal", "fill", "attend", "norm", "position"}
-HALF_OF_THE_ENCODERS = {"encoder_post_lbd_eval", "encoder_post_bld_train", "encoder_pre_lbd_train", "encoder_pre_bld_eval"}
+# Models with a near relation that runs always.
+RELATED = {
+    *("encoder_post_lbd_eval", "encoder_post_bld_train", "encoder_pre_lbd_train", "encoder_pre_bld_eval"),
+    *("encoder_pre_bld_train", "encoder_post_bld_eval", "encoder_pre_lbd_eval", "mha_weights", "mha_length_first"),
+    *("loss_ignore_index_transposed", "loss_and_detached_hidden", "loss_bce", "loss_times_mask", "plain_mean"),
+    *("masked_bias_fill", "odd_tied_head", "odd_batch_norm", "din_softmax"),
+}
 # Every spelling of tests/models/spelled.py that its three mixtures and the refused models leave out.
 MIXED: dict[str, dict[str, Any]] = {
     "mixed_1": {
@@ -138,7 +144,7 @@ def in_double(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def names() -> list[Any]:
-    swept = {n for n, c in CASES.items() if c.tags & ONE_SPELLING and "refused" not in c.tags} | HALF_OF_THE_ENCODERS
+    swept = {n for n, c in CASES.items() if c.tags & ONE_SPELLING and "refused" not in c.tags} | RELATED
     run = [n for n, c in CASES.items() if not c.tags & SKIPPED_TAGS]
     return [*MIXED, *(pytest.param(n, marks=sweep) if n in swept else n for n in run)]
 

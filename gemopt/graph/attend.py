@@ -203,14 +203,7 @@ class _Attention:
         e = self.e
         if not side.set.full:
             return e.extras.offsets(side.set)
-
-        def make() -> fx.Node:
-            *sequences, tokens = side.set.sizes
-            count = e.sizes[sympy.prod(sequences) + 1]
-            first = e.call(aten.arange.default, count, device=self.site.out.meta["val"].device)
-            return e.call(aten.mul.Tensor, first, e.sizes[tokens])
-
-        return e._cached(e._key("offsets", side.set.sizes), make)
+        return e.extras.regular(side.set)
 
     def _options(self) -> dict[str, Any]:
         e, site, band = self.e, self.site, self.site.parts.band

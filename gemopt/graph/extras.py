@@ -4,6 +4,7 @@
     axis(S, i)     int64 [T]     its coordinate on row axis i
     sequence(S)    int64 [T]     its sequence number
     offsets(S)     int64 [n+1]   first row of every sequence
+    regular(S)     int64 [n+1]   the same where every position is a row: 0, L, 2 L, …
     blocks(S, w)   int64 [m+1]   first row of every block of w positions of every sequence
     repack(S, R)   int64 [T_R]   number in S of every row of R
     gather(S, ..)  int64 [U]     number in S of the positions a gather reads
@@ -69,6 +70,9 @@ class Extras:
 
     def offsets(self, s: RowSet) -> fx.Node:
         return self[Extra("offsets", s)]
+
+    def regular(self, s: RowSet) -> fx.Node:
+        return self[Extra("regular", s)]
 
     def blocks(self, s: RowSet, width: int) -> fx.Node:
         return self[Extra("blocks", s, axis=width)]

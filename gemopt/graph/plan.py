@@ -118,7 +118,9 @@ class Plan:
         packed.recompile()
         self.packed = packed
         self.extras = [e for e, n in extras.nodes.items() if n.target in used]
-        self.sets = list(dict.fromkeys(s for e in self.extras for s in (e.set, e.target) if s is not None))
+        self.sets = list(
+            dict.fromkeys(s for e in self.extras if e.kind != "regular" for s in (e.set, e.target) if s is not None)
+        )
         bits = [*map(subset_bit, assumptions), *map(exists_bit, exists), *range_bits(self.extras), *table_bits(totals)]
         self.bits = [b for b in dict.fromkeys(bits) if b.predicate != t.TRUE]
         self._expected = self._expectations(totals)
@@ -175,6 +177,8 @@ class Plan:
         for e in self.extras:
             if e.kind in ("offsets", "blocks"):
                 keep(e, self._offsets(writer, flat_masks[e.set], e.set, e.axis if e.kind == "blocks" else None))
+            elif e.kind == "regular":
+                keep(e, self._regular(writer, e.set))
             elif e.kind == "gather":
                 keep(e, self._gathered(writer, outputs[self._slots["rank", e.set]], e))
         for s, (count, _) in self._expected.items():
@@ -205,6 +209,11 @@ class Plan:
         ends = writer.call(aten.cumsum.default, self._lengths(writer, mask, s, block), 0)
         return writer.call(aten.constant_pad_nd.default, ends, [1, 0])
 
+    def _regular(self, writer: TermWriter, s: RowSet) -> fx.Node:
+        *sequences, tokens = s.sizes
+        first = writer.call(aten.arange.default, writer.sizes[sympy.prod(sequences) + 1], device=self._device)
+        return writer.call(aten.mul.Tensor, first, writer.sizes[tokens])
+
     def _gathered(self, writer: TermWriter, rank: fx.Node, e: Extra) -> fx.Node:
         """Row numbers of the gathered positions; a position outside the set (nobody reads it) gives some valid row."""
         flat: fx.Node | None = None
@@ -227,7 +236,7 @@ class Plan:
         with fake_mode, env.ignore_fresh_unbacked_symbols():
             for e in self.extras:
                 s = e.target or e.set
-                if e.kind == "offsets":
+                if e.kind in ("offsets", "regular"):
                     count: Any = _symint(env, sympy.prod(s.sizes[:-1]) + 1)
                 elif e.kind == "blocks":
                     count = _symint(env, sympy.prod(s.sizes[:-1]) * blocks_of(s, e.axis) + 1)
@@ -316,6 +325,8 @@ class Plan:
                 filled.append(inside(tensors[self._slots["rank", e.set]][index[e.target]], counts[e.set] - 1))
             elif e.kind == "gather":
                 filled.append(inside(tensors[self._slots[e]], counts[e.set] - 1))
+            elif e.kind == "regular":
+                filled.append(memo.constant(tensors[self._slots[e]]))
             elif e.kind in ("offsets", "blocks"):
                 filled.append(memo.constant(inside(tensors[self._slots[e]], counts[e.set])))
             else:

@@ -12,6 +12,7 @@ compiled as plain ``torch.compile`` would.
 
 from __future__ import annotations
 
+import copy
 import importlib.metadata
 import threading
 import traceback
@@ -165,7 +166,7 @@ class GemoptBackend:
     def _compile_plan(self, gm: fx.GraphModule, captured: Captured, plan: Any, report: Any) -> Callable[..., Any]:
         prologue = self._compile_prologue(captured, plan)
         adopt(plan.packed, gm)
-        packed = self.inner(plan.packed, [*captured.example_inputs, *plan.extra_examples])
+        packed = _for_packed(self.inner, plan)(plan.packed, [*captured.example_inputs, *plan.extra_examples])
         padded = LazyPadded(gm, self.inner, self.dynamic) if _retraceable(gm) else self.inner(gm, captured.real_inputs)
         return Host(prologue, packed, padded, plan, report, size_symbols(captured))
 
@@ -176,6 +177,21 @@ class GemoptBackend:
             # Default mode whatever the user's: under CUDA graphs the next prologue would overwrite the
             # indices that this step's backward still reads.
             return inner_compiler("inductor")(plan.prologue, list(captured.example_inputs))
+
+
+def _for_packed(inner: Compiler, plan: Any) -> Compiler:
+    """`inner` for a graph whose row counts are no numbers.
+
+    The inductor of torch 2.11 merges the two reductions of a norm's backward (a third faster on an H200), and then fails to
+    choose how finely to split them. The choice made here is by its own rule, from the counts that are likely.
+    """
+    if not isinstance(inner, torch._TorchCompileInductorWrapper):
+        return inner
+    parts = max(getattr(plan, "likely_rows", ()), default=0) // _INDUCTOR_PARTS
+    split = min(max(1 << max(parts.bit_length() - 1, 0), 16), 128)
+    inner = copy.copy(inner)
+    inner.config = {"triton.mix_order_reduction_split_size": split, **inner.config}
+    return inner
 
 
 def _is_empty(captured: Captured) -> bool:
@@ -198,6 +214,7 @@ def adopt(gm: fx.GraphModule, dynamo_gm: fx.GraphModule) -> None:
     gm._param_name_to_source = {name: ConstantSource(name) for name, _ in constants}  # type: ignore[assignment]
 
 
+_INDUCTOR_PARTS = 1056  # parts of a split reduction, eight for each multiprocessor of an H100 or H200
 _READS_AFTER_A_MISS = 100
 
 

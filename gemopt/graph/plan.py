@@ -8,6 +8,7 @@ it fills the extra inputs with a few index operations; nothing else waits for th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -94,6 +95,7 @@ class Plan:
         bits: the assumptions, in the order of the bits in ``stats``.
         last_reason: why the last `admit` said no.
         last_counts: row counts of the last step by row set name.
+        likely_rows: what the row counts are taken for where kernels are chosen.
         fakes: what the nodes of the packed graph give, as fakes, once a pass has asked for it.
         expected: where the host knows every row count before the device does (graph/totals.py): what each is, in words.
     """
@@ -128,6 +130,7 @@ class Plan:
         self._pays = pays
         self._pairs = [p for p in dict.fromkeys(pairs) if p[0] in self.sets and p[1] in self.sets]
         self.fakes: dict[fx.Node, Any] = {}
+        self.likely_rows: list[int] = []
         self.last_reason = ""
         self.last_counts: dict[str, int] = {}
         self._slots: dict[Any, int] = {}
@@ -248,6 +251,10 @@ class Plan:
                         # No lower bound above 0: 2 would answer what shape functions of torch 2.11 ask (logsumexp's), but
                         # then its inductor fuses reductions on a GPU that it cannot size.
                         torch._check(counts[s] >= 0)
+                        likely = likely_rows(s, env.backed_var_to_val)
+                        if likely is not None:
+                            env.var_to_hint_override[counts[s].node.expr] = likely
+                            self.likely_rows.append(likely)
                     count = counts[s]
                 examples.append(torch.empty(count, dtype=torch.int64, device=self._device))
         return examples
@@ -346,6 +353,19 @@ class Plan:
         extent = tensors[self._slots["mask", s]].shape[-1]
         sequence = rest if len(found) == 2 else torch.div(index, max(extent, 1), rounding_mode="floor")
         return (*reversed(found), sequence)
+
+
+def likely_rows(s: RowSet, hints: Mapping[sympy.Symbol, Any]) -> int | None:
+    """How many rows to choose kernels for: half of the padded ones, or one for each sequence where only one can be meant.
+
+    Without a figure inductor assumes 8192 and splits reductions over rows for that. It is no promise: any number is right.
+    """
+    one_each = any(c.op == "eq0" and s.token in c.slots for c in t.conjuncts(s.predicate))
+    sizes = [sympy.sympify(size.xreplace(dict(hints))) for size in (s.sizes[: s.token] if one_each else s.sizes)]
+    if not all(size.is_Integer for size in sizes):
+        return None
+    rows = math.prod(int(size) for size in sizes)
+    return max(rows if one_each else rows // 2, 2)
 
 
 def _symint(env: Any, expr: sympy.Expr) -> Any:

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import itertools
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+import sympy
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx
 
+from gemopt import backend
 from gemopt.graph import terms as t
 from gemopt.graph.extras import Extras
 from gemopt.graph.live import Subset
-from gemopt.graph.plan import Plan
+from gemopt.graph.plan import Plan, likely_rows
 from gemopt.graph.prologue import Sizes, TermWriter, copy_inputs, copy_leaf, writable
-from gemopt.graph.rowsets import RowSets
+from gemopt.graph.rowsets import RowSet, RowSets
 from gemopt.graph.terms import Term
 
 from .oracle import Evaluator, Traced, analyse, capture
@@ -302,3 +305,29 @@ def test_evaluator_reads_nothing_outside():
     assert ev.at(guarded, (5,)) is False
     with pytest.raises(Exception, match="x"):
         ev.at(outside, (5,))
+
+
+def test_likely_rows():
+    """Half of the padded rows; one for each sequence where a row's position is given; nothing where a size is unknown."""
+    batch, length = sympy.symbols("batch length", integer=True)
+    n = t.read("n", [t.slot(0)], True)
+    valid, last = t.lt(t.slot(1), n), t.eq(t.slot(1), t.sub(n, t.const(1)))
+    hints = {batch: 6, length: 10}
+    assert likely_rows(RowSet(valid, (batch, length), "rows"), hints) == 30
+    assert likely_rows(RowSet(valid, (sympy.Integer(6), length), "rows"), hints) == 30
+    assert likely_rows(RowSet(t.and_(valid, last), (batch, length), "rows"), hints) == 6
+    assert likely_rows(RowSet(valid, (sympy.Integer(1), sympy.Integer(1)), "rows"), {}) == 2
+    assert likely_rows(RowSet(valid, (batch, length), "rows"), {batch: 6}) is None
+
+
+@pytest.mark.parametrize(("rows", "split"), [((), 16), ((2, 20_000), 16), ((200_000, 40_000), 128), ((70_000,), 64)])
+def test_reductions_of_packed_graphs_are_split_by_a_number(rows, split):
+    """As finely as inductor splits those of static sizes; what the user asks for goes first."""
+    option = "triton.mix_order_reduction_split_size"
+    plan = types.SimpleNamespace(likely_rows=rows)
+    inner = backend.inner_compiler("inductor", options={"max_autotune": True})
+    assert backend._for_packed(inner, plan).config == {**inner.config, option: split}
+    assert option not in inner.config
+    asked = backend.inner_compiler("inductor", options={option: 32})
+    assert backend._for_packed(asked, plan).config[option] == 32
+    assert backend._for_packed(str, plan) is str

@@ -31,7 +31,7 @@ aten = torch.ops.aten
 
 def canonicalise(gm: fx.GraphModule) -> None:
     """Rewrite ``gm`` in place."""
-    functionalise(gm.graph)
+    functionalise(gm)
     for node in list(gm.graph.nodes):
         if node.op != "call_function":
             continue

@@ -11,6 +11,7 @@ from collections import defaultdict
 import torch
 from torch import fx
 
+from gemopt.graph.capture import regions
 from gemopt.graph.slots import is_tensor
 
 
@@ -53,8 +54,14 @@ def tainted(graph: fx.Graph) -> set[fx.Node]:
     return {n for n in graph.nodes if storage_of(n) in written} if written else set()
 
 
-def functionalise(graph: fx.Graph) -> None:
-    """Replace ``y = x.op_(..)`` by ``y = x.op(..)`` where ``x`` is local and its older views are not read again."""
+def functionalise(gm: fx.GraphModule) -> None:
+    """Replace ``y = x.op_(..)`` by ``y = x.op(..)`` where it means the same.
+
+    So it does if ``x`` is local and its older views are not read again, if the result has the dtype that ``x`` keeps when it
+    is written (``uint8.add_(int64)``, ``float.gt_``), and if autograd sees both alike: a write under no_grad leaves the
+    history of ``x`` as it was, where the result of an op has none.
+    """
+    graph, region = gm.graph, regions(gm)
     order = {n: i for i, n in enumerate(graph.nodes)}
     group_of: dict[fx.Node, list[fx.Node]] = {}
     by_storage: dict[int, list[fx.Node]] = defaultdict(list)
@@ -71,6 +78,10 @@ def functionalise(graph: fx.Graph) -> None:
         functional, group = _functional(node), group_of.get(x, [])
         if functional is None or not _is_local(x, node, group, order):
             continue
+        if _history_is_kept(x, node, region, [n for n in group if order[n] < order[node]]):
+            continue
+        if not _keeps_dtype(functional, node):
+            continue
         node.target = functional
         x.replace_all_uses_with(node, delete_user_cb=lambda u, n=node: order[u] > order[n])  # type: ignore[misc]
         fresh = [node, *(n for n in group if order[n] > order[node])]  # the result has a storage of its own now
@@ -85,9 +96,31 @@ def _is_local(x: fx.Node, node: fx.Node, group: list[fx.Node], order: dict[fx.No
     if not group or any(n.op in ("placeholder", "get_attr") for n in group):
         return False
     older = [n for n in group if order[n] < order[node] and n is not x]
-    if any(order[u] > order[node] for n in older for u in n.users):
-        return False
-    return x.meta["val"].dtype == node.meta["val"].dtype
+    return not any(order[u] > order[node] for n in older for u in n.users)
+
+
+def _history_is_kept(x: fx.Node, node: fx.Node, region: dict[fx.Node, tuple], older: list[fx.Node]) -> bool:
+    """Whether ``x``, one of ``older`` aliases, may have a gradient that a write under no_grad does not touch."""
+    return not region[node][0] and x.meta["val"].dtype.is_floating_point and any(region[n][0] for n in older)
+
+
+def _keeps_dtype(functional: torch._ops.OpOverload, node: fx.Node) -> bool:
+    """Whether the result has dtype and shape of what is written, under autocast too, which leaves in-place ops alone."""
+    x = node.args[0].meta["val"]  # type: ignore[union-attr]
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    for cast in (False, True):
+        try:
+            with (
+                x.fake_mode,
+                torch.no_grad(),
+                torch.autocast(x.device.type, torch.bfloat16, enabled=cast, cache_enabled=False),
+            ):
+                result = functional(*args, **kwargs)
+        except Exception:  # the fakes cannot tell: leave it as it is
+            return False
+        if result.dtype != x.dtype or list(map(str, result.shape)) != list(map(str, x.shape)):
+            return False
+    return True
 
 
 def _functional(node: fx.Node) -> torch._ops.OpOverload | None:

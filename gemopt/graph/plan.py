@@ -52,6 +52,7 @@ def exists_bit(exists: Exists) -> Bit:
     used = sorted({*exists.predicate.slots, exists.slot})
     over_used = t.substitute(exists.predicate, {s: t.slot(i) for i, s in enumerate(used)})
     text = f"every softmax over a fill of {exists.fill:g} meets an entry where {t.render(exists.predicate)}"
+    text += f", with a score above {exists.fill:g} + 104 (which is not checked)"
     return Bit(over_used, tuple(exists.sizes[s] for s in used), text, used.index(exists.slot))
 
 

@@ -241,7 +241,7 @@ def _trap(name: str, functional: bool) -> None:
     gm = capture(TRAPS[name], *(x.clone() for x in inputs()))
     expected = TRAPS[name](*inputs()) if "dropout" not in name and "bernoulli" not in name and "rand" not in name else None
     if functional:
-        functionalise(gm.graph)
+        functionalise(gm)
         gm.recompile()
     run = analyse(gm, *(x.clone() for x in inputs()))
     if expected is not None:

@@ -27,6 +27,10 @@ from gemopt.graph.terms import Term
 def embedding(node: fx.Node, ctx: Context) -> Info:
     weight, ids = node.args[0], node.args[1]
     assert isinstance(weight, fx.Node) and isinstance(ids, fx.Node)
+    if argument(node, "scale_grad_by_freq", False):
+        raise NotUnderstood("an embedding whose gradient counts every id, those of padding too")
+    if argument(node, "sparse", False):
+        raise NotUnderstood("an embedding whose sparse gradient names every id, those of padding too")
     info = ctx.info(ids)
     feature = fresh([shape_of(node)[-1]])
     count = len(info.sizes)

@@ -1,0 +1,137 @@
+"""In-place ops mean what they mean in eager: no history where grad mode is off, and the dtype of what is written.
+
+And embeddings whose gradient depends on ids that only padding holds.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gemopt.testing import assert_equivalent
+
+from .common import compiled
+
+WRITES = {
+    "mul": lambda h, v: h.mul_(v[..., None]),
+    "masked_fill": lambda h, v: h.masked_fill_(~v[..., None], 0.5),
+    "round": lambda h, v: h.round_(),
+    "clamp": lambda h, v: h.clamp_(min=0.0),
+    "copy": lambda h, v: h.copy_(v[..., None].expand_as(h)),
+    "twice": lambda h, v: h.mul_(2.0).add_(v[..., None]),
+    "a view": lambda h, v: h.view(-1, 8).mul_(2.0),
+}
+# name: (made of the valid entries `v [B, L]` and ids, written in place, used twice so that its dtype shows)
+DTYPES = {
+    "float.gt_": lambda ids, v: (v.float() * 3).gt_(1.0),
+    "int.ne_": lambda ids, v: (ids * v).ne_(0),
+    "uint8.add_(int64)": lambda ids, v: v.to(torch.uint8).add_(ids * 7),
+    "int32.mul_(int64)": lambda ids, v: v.to(torch.int32).mul_(ids * 2**30),
+    "bool.logical_or_(float)": lambda ids, v: (v & (ids < 20)).logical_or_(v.float()),
+    "bf16.mul_(fp32)": lambda ids, v: v.bfloat16().mul_((ids / 3).float()),
+    "fp32.add_(fp64)": lambda ids, v: (v.float() / 3).add_(ids.double() * 1e-9),
+}
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(40, 8)
+        self.linear = nn.Linear(8, 8)
+
+
+class Written(Model):
+    """Its projection is written under no_grad, by `WRITES[kind]`, after a mask or before it."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
+        valid = torch.arange(ids.shape[1]) < lengths[:, None]
+        h = self.linear(self.embed(ids))
+        with torch.no_grad():
+            WRITES[self.kind](h, valid)
+        return (h * valid[..., None]).sum(1) + h[:, 0] + self.embed.weight[0]
+
+
+class Kept(Model):
+    """Weights of a sum that an in-place op has left in their dtype."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
+        valid = torch.arange(ids.shape[1]) < lengths[:, None]
+        w = DTYPES[self.kind](ids, valid)
+        h = self.linear(self.embed(ids)) * valid[..., None]
+        return (h * (w + w)[..., None]).sum(1) / (1 + (w + w).float().abs().sum(1, keepdim=True))
+
+
+class Counted(Model):
+    def __init__(self, option: str) -> None:
+        super().__init__()
+        self.option = option
+
+    def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
+        valid = torch.arange(ids.shape[1]) < lengths[:, None]
+        x = F.embedding(ids, self.embed.weight, **{self.option: True})
+        return (self.linear(x) * valid[..., None]).sum(1)
+
+
+def check(model: nn.Module) -> None:
+    """Equal gradients; a parameter that gets none in eager gets none here."""
+    generator = torch.Generator().manual_seed(0)
+    subject = compiled(model)
+    for lengths, size in (([3, 5, 2, 7, 16, 4], 16), ([0, 1, 9], 12), ([4, 4, 4, 4, 4], 9)):
+        ids = torch.randint(1, 40, (len(lengths), size), generator=generator)
+        found = []
+        for run in (model, subject):
+            model.zero_grad()
+            out = run(ids, torch.tensor(lengths))
+            (out * torch.arange(1.0, 9.0)).sum().backward()
+            found.append((out.detach(), *(p.grad for p in model.parameters())))
+        assert [None if g is None else g.is_sparse for g in found[0]] == [
+            None if g is None else g.is_sparse for g in found[1]
+        ]
+        for expected, got in zip(*found, strict=True):
+            if expected is not None and expected.is_sparse:
+                expected, got = expected.coalesce(), got.coalesce()
+                assert torch.equal(expected.indices(), got.indices())
+                expected, got = expected.values(), got.values()
+            torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", WRITES)
+def test_writes_under_no_grad_keep_the_history(kind: str) -> None:
+    check(Written(kind))
+
+
+@pytest.mark.parametrize("kind", DTYPES)
+def test_writes_keep_the_dtype(kind: str) -> None:
+    check(Kept(kind))
+
+
+def test_writes_keep_the_dtype_under_autocast() -> None:
+    class Scores(Model):
+        def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
+            valid = torch.arange(ids.shape[1]) < lengths[:, None]
+            q = self.linear(self.embed(ids))
+            scores = torch.zeros(len(ids), ids.shape[1], ids.shape[1]).baddbmm_(q.float(), q.float().mT)
+            weights = scores.masked_fill(~valid[:, None], -1e9).softmax(-1)
+            return ((weights @ q) * valid[..., None]).sum(1).float()
+
+    def inputs(lengths: Tensor, max_len: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
+        return torch.randint(1, 40, (len(lengths), max_len), generator=g), lengths
+
+    model = Scores()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_equivalent(model, inputs, compiled=compiled(model), cases=("given", "skewed"))
+
+
+@pytest.mark.parametrize("option", ["scale_grad_by_freq", "sparse"])
+def test_embeddings_whose_gradient_sees_the_ids_of_padding(option: str) -> None:
+    check(Counted(option))

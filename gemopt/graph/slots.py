@@ -344,9 +344,7 @@ def broadcast(operands: Sequence[Info], shape: Sequence[sympy.Expr]) -> tuple[Di
         for info in operands:
             k = d - (ndim - len(info.dims))
             if k >= 0 and len(info.dims[k]) > 1:
-                if len(best) > 1 and best != info.dims[k]:
-                    raise NotUnderstood("operands whose dims were merged from different factors")
-                best = info.dims[k]
+                best = finer(best, info.dims[k])
         dims.append(best)
     result = Info(tuple(dims))
     out_slots = result.dim_slots()
@@ -354,10 +352,47 @@ def broadcast(operands: Sequence[Info], shape: Sequence[sympy.Expr]) -> tuple[Di
     for info in operands:
         own: list[Term | None] = []
         for k, dim in enumerate(info.dims):
-            target = out_slots[k + ndim - len(info.dims)]
-            if len(dim) == len(target):
-                own += [t.slot(j) for j in target]
-            elif dim:  # one factor where the result has several
-                own.append(combine([(j, result.sizes[j]) for j in target]))
+            own += regrouped(dim, out_slots[k + ndim - len(info.dims)], result.sizes)
         exprs.append(tuple(own))
     return result.dims, exprs
+
+
+def finer(a: tuple[sympy.Expr, ...], b: tuple[sympy.Expr, ...]) -> tuple[sympy.Expr, ...]:
+    """Of two ways in which one dim was merged, the one whose factors the other's consist of: ``[B, 2, 2]`` of it and
+    ``[B, 4]`` (query heads beside key heads and their share). A single factor consists of any."""
+    long, short = (a, b) if len(a) >= len(b) else (b, a)
+    if len(short) > 1 and _groups(long, short) is None:
+        raise NotUnderstood("operands whose dims were merged from different factors")
+    return long
+
+
+def _groups(fine: Sequence[sympy.Expr], coarse: Sequence[sympy.Expr]) -> list[int] | None:
+    """How many consecutive factors of ``fine`` make up each one of ``coarse``."""
+    counts: list[int] = []
+    at = 0
+    for factor in coarse:
+        start, product = at, sympy.Integer(1)
+        while at < len(fine) and (at == start or product != factor):
+            product, at = product * fine[at], at + 1
+        if product != factor:
+            return None
+        counts.append(at - start)
+    return counts if at == len(fine) else None
+
+
+def regrouped(dim: Sequence[sympy.Expr], target: Sequence[int], sizes: Sequence[sympy.Expr]) -> list[Term | None]:
+    """The factors of an operand's dim over the slots ``target`` of the result's, which are as many or `finer`."""
+    if not dim:
+        return []
+    if len(dim) == 1:
+        counts: list[int] | None = [len(target)]
+    else:
+        counts = [1] * len(dim) if len(dim) == len(target) else _groups([sizes[j] for j in target], dim)
+    if counts is None:
+        raise NotUnderstood("operands whose dims were merged from different factors")
+    exprs: list[Term | None] = []
+    at = 0
+    for count in counts:
+        exprs.append(combine([(j, sizes[j]) for j in target[at : at + count]]))
+        at += count
+    return exprs

@@ -18,12 +18,13 @@ from gemopt.graph.slots import (
     NotUnderstood,
     argument,
     broadcast,
-    combine,
+    finer,
     fresh,
     identity,
     is_tensor,
     nodes_in,
     op_name,
+    regrouped,
     shape_of,
 )
 from gemopt.graph.terms import Term
@@ -168,10 +169,7 @@ def einsum(node: fx.Node, ctx: Context) -> Info:
         if len(set(word)) != len(word):
             raise NotUnderstood("einsum over a diagonal")
         for letter, dim in zip(word, ctx.info(n).dims, strict=True):  # type: ignore[arg-type]
-            known = letters.get(letter, ())
-            if len(known) > 1 and len(dim) > 1 and known != dim:
-                raise NotUnderstood("einsum over dims merged differently")
-            letters[letter] = max(known, dim, key=len)
+            letters[letter] = finer(letters.get(letter, ()), dim)
     dims = tuple(letters[c] for c in output)
     result = Info(dims)
     out = dict(zip(output, result.dim_slots(), strict=True))
@@ -179,12 +177,7 @@ def einsum(node: fx.Node, ctx: Context) -> Info:
     for word, n in zip(subscripts, operands, strict=True):
         exprs: list[Term | None] = []
         for letter, dim in zip(word, ctx.info(n).dims, strict=True):  # type: ignore[arg-type]
-            if letter not in out or not dim:
-                exprs += [None] * len(dim)
-            elif len(dim) == len(out[letter]):
-                exprs += [t.slot(j) for j in out[letter]]
-            else:  # one factor where the other operand has several
-                exprs.append(combine([(j, result.sizes[j]) for j in out[letter]]))
+            exprs += regrouped(dim, out[letter], result.sizes) if letter in out else [None] * len(dim)
         accesses.append(Access(n, tuple(exprs)))  # type: ignore[arg-type]
     return Info(dims, tuple(accesses), "contraction")
 

@@ -13,6 +13,7 @@ from gemopt.graph.slots import Exprs, Info, argument, broadcast, op_name
 from gemopt.graph.terms import Term
 from gemopt.passes.recognise.added import over_scores, read_added
 from gemopt.passes.recognise.products import through_copies, widths
+from gemopt.passes.recognise.scores import check_fill
 from gemopt.passes.recognise.walk import MASK_HINT, NoMatch, owned
 
 
@@ -82,4 +83,6 @@ def _mask(node: fx.Node, known: Analysis, scores: Info) -> tuple[Term, float, tu
     for _, own in read.biases:
         if owned(own, scores.sizes) is None or any(e is None for e in own):
             raise NoMatch(node, "the float mask is neither a mask of 0 and large negative numbers nor a bias", MASK_HINT)
-    return read.allowed, read.fill, tuple(Joined(n, own) for n, own in read.biases)
+    biases = tuple(Joined(n, own) for n, own in read.biases)
+    check_fill(node, known, read.fill, biases)
+    return read.allowed, read.fill, biases

@@ -13,7 +13,7 @@ from gemopt.graph.accesses.contractions import contracts_pairs
 from gemopt.graph.attention import Joined, Site, split_mask
 from gemopt.graph.facts import Analysis
 from gemopt.graph.slots import Access, Exprs, Info, argument, is_tensor, op_name, shape_of
-from gemopt.passes.recognise.scores import join_added, step_scores
+from gemopt.passes.recognise.scores import check_fill, join_added, step_scores
 from gemopt.passes.recognise.walk import NoMatch, Walk, compose, owned, slots_of
 from gemopt.passes.recognise.weights import ACTIVATIONS, step_weights
 
@@ -64,19 +64,19 @@ def _over_sum(access: Access, summed: Access) -> Exprs:
 
 def leads_to_product(node: fx.Node, known: Analysis) -> bool:
     """Whether element-wise steps, views and softmaxes lead back from ``node`` to a product of two computed tensors."""
-    for n in _behind(node, known):
+    for n in behind(node, known):
         found = product(n, known)
-        if found is not None and not any(_is_weight(a.operand) for a in found.operands):
+        if found is not None and not any(is_weight(a.operand) for a in found.operands):
             return True
     return False
 
 
 def leads_to_score_function(node: fx.Node, known: Analysis) -> bool:
-    names = [op_name(n) for n in _behind(node, known)]
+    names = [op_name(n) for n in behind(node, known)]
     return any("softmax" in n or n == "aten.exp" or n in ACTIVATIONS for n in names)
 
 
-def _behind(node: fx.Node, known: Analysis) -> Iterator[fx.Node]:
+def behind(node: fx.Node, known: Analysis) -> Iterator[fx.Node]:
     """What element-wise steps, views and softmaxes lead back to, products included."""
     stack: list[fx.Node] = [node]
     seen: set[fx.Node] = set()
@@ -90,7 +90,7 @@ def _behind(node: fx.Node, known: Analysis) -> Iterator[fx.Node]:
             stack += [a.operand for a in known.operands(n)]
 
 
-def _is_weight(node: fx.Node) -> bool:
+def is_weight(node: fx.Node) -> bool:
     """A matrix that is an input as it is: what a layer multiplies with."""
     while op_name(node) in ("aten.t", "aten.transpose", "aten.mT", "aten.numpy_T"):
         node = node.all_input_nodes[0]
@@ -111,10 +111,10 @@ def explicit_site(out: fx.Node, known: Analysis) -> Site | None:
     failure: NoMatch | None = None
     outer = product(out, known)
     assert outer is not None
-    if outer.operands[0].operand is outer.operands[1].operand or not _only_product(outer, known):
+    if outer.operands[0].operand is outer.operands[1].operand or not only_product(outer, known):
         return None
     for weights, values in (outer.operands, outer.operands[::-1]):
-        if _is_weight(values.operand) or _is_trained(values.operand) or not leads_to_product(weights.operand, known):
+        if is_weight(values.operand) or _is_trained(values.operand) or not leads_to_product(weights.operand, known):
             continue
         sizes = known.info(weights.operand).sizes
         contracted = [i for i, e in enumerate(weights.exprs) if e is None]
@@ -138,7 +138,7 @@ def explicit_site(out: fx.Node, known: Analysis) -> Site | None:
     return None
 
 
-def _only_product(outer: Product, known: Analysis) -> bool:
+def only_product(outer: Product, known: Analysis) -> bool:
     """baddbmm onto zeros is a product too."""
     if outer.added is None:
         return True
@@ -201,10 +201,13 @@ def _assemble(walk: Walk, inner: Product, outer: Product, weights: Access, value
             return None  # a product with weights that every sequence shares: a layer, not attention
         raise NoMatch(inner.node, "every sequence has the same keys and values")
     mask = _mask(walk, out)
+    check_fill(out, known, walk.fill, walk.biases)
     query = _query_axis(qs - ks - vs, mask, key, sizes)
     parts = split_mask(mask, query, key)
     if walk.score == "identity" and parts.key == t.TRUE and parts.band.unbounded and parts.rest == t.TRUE:
-        return None  # a product of three matrices
+        contracted = [n for e, n in zip(q.exprs, known.info(q.operand).sizes, strict=True) if e is None]
+        if query is None or sizes[query].is_Integer or not all(n.is_Integer for n in (sizes[key], *contracted)):
+            return None  # a product of three matrices; with a memory of known size for each sequence, it is this attention
     interior = (weights.operand, *walk.interior, *outer.interior, inner.node, *inner.interior)
     _check_escapes(interior, out)
     return Site(

@@ -7,19 +7,21 @@ bias per query) drops out. A scale without a key axis moves to the queries.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import fx
 
 from gemopt.graph import terms as t
 from gemopt.graph.attention import Joined, activate, additive_mask
-from gemopt.graph.facts import HIDING_FILL, constants
-from gemopt.graph.slots import argument, op_name
+from gemopt.graph.facts import HIDING_FILL, Analysis, constants
+from gemopt.graph.slots import argument, is_tensor, op_name
 from gemopt.graph.terms import Term
 from gemopt.graph.values import lift
 from gemopt.passes.recognise.added import over_scores, read_added
 from gemopt.passes.recognise.walk import MASK_HINT, NoMatch, Walk, is_binary, maskings, owned, slots_of
 
+_SHRINKING = ("aten.div", "aten.clamp", "aten.clamp_min", "aten.clamp_max", "aten.remainder", "aten.slice", "aten.select")
 SMALLEST_SCALED_FILL = -1000.0  # the same, divided by sqrt(head_dim) together with the scores
 
 
@@ -95,6 +97,41 @@ def _largest(added: tuple[Walk, Joined]) -> float:
     term = over_scores(walk.known, bias.node, bias.exprs)
     found = [bias.coefficient * c for c in constants(term)] if term is not None else []
     return max([0.0, *found])
+
+
+def check_fill(node: fx.Node, known: Analysis, fill: float, biases: Sequence[Joined]) -> None:
+    """Refuse a finite fill beside a bias that may be as low: a mask of unknown values (one of data, say) that is filled with
+    such a number too. Where it hides what the other one leaves, eager shares the weight out among all hidden keys."""
+    if fill == -math.inf:
+        return
+    for bias in biases:
+        if isinstance(bias.node, fx.Node) and is_tensor(bias.node) and _may_be_low(bias.node, known):
+            raise NoMatch(
+                node, f"masked scores are set to {fill:g}, and a mask that gemopt cannot follow makes others as low",
+                "use -inf for one of the two masks, or join them before they fill",
+            )  # fmt: skip
+
+
+def _may_be_low(bias: fx.Node, known: Analysis) -> bool:
+    """Whether a number as large as a fill takes part in what is added to the scores."""
+    stack, seen = [bias], set()
+    while stack:
+        node = stack.pop()
+        if node in seen or node not in known.infos or not is_tensor(node):
+            continue
+        seen.add(node)
+        value = known.value(node)
+        given = (*node.args, *node.kwargs.values())
+        numbers = {float(a) for a in given if isinstance(a, int | float) and not isinstance(a, bool)}
+        if value is not None:
+            numbers = constants(value)
+        elif op_name(node) in _SHRINKING:
+            numbers = set()
+        if any(abs(x) >= -SMALLEST_SCALED_FILL for x in numbers):
+            return True
+        if value is None and known.info(node).kind in ("pointwise", "view", "expand", "select", "slice", "gather"):
+            stack += [a.operand for a in known.operands(node)]
+    return False
 
 
 def _vanishes(activation: str, score: float, dtype: torch.dtype) -> bool:

@@ -464,3 +464,23 @@ def test_one_key_is_refused_by_name():
     canonicalise(gm)
     sites, misses = recognise(gm.graph, analyse(gm, *inputs).known)
     assert not sites and len(misses) == 1 and "one key" in misses[0].reason
+
+
+def _two_fills(i: In, known_fill: float, data_fill: float) -> Tensor:
+    """A mask of lengths, and one of the data, which gemopt cannot follow, added like a bias."""
+    keep = i.scores[:, 0, 0] > 0
+    scores = i.scores.masked_fill(~i.valid[:, None, None], known_fill)
+    return (scores + torch.zeros_like(keep, dtype=i.q.dtype).masked_fill(~keep, data_fill)[:, None, None]).softmax(-1)
+
+
+@pytest.mark.parametrize(
+    ("known_fill", "data_fill", "refused"), [(-1e9, -1e9, True), (-INF, -1e9, False), (-1e9, -2.0, False)]
+)
+def test_a_fill_beside_a_mask_of_data_is_refused(known_fill, data_fill, refused):
+    """Where the data hides all that the lengths leave, both are as low, and eager shares the weight out."""
+    inputs = make(DIFFERENT)
+    gm = capture(lambda *a: _two_fills(In(*a), known_fill, data_fill) @ In(*a).by_head()[2], *inputs)
+    canonicalise(gm)
+    sites, misses = recognise(gm.graph, analyse(gm, *inputs).known)
+    assert len(sites) == (not refused) and all(s.biases for s in sites)
+    assert ["as low" in m.reason for m in misses] == [True] * refused

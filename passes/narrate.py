@@ -10,12 +10,12 @@ from torch import fx
 from gemopt.graph import cost
 from gemopt.graph import terms as t
 from gemopt.graph.attend import kernel_of
-from gemopt.graph.attention import Site
 from gemopt.graph.capture import Captured
 from gemopt.graph.layout import Layout
 from gemopt.graph.live import Live
 from gemopt.graph.plan import Plan
 from gemopt.graph.slots import nodes_in, op_name, shape_of
+from gemopt.passes.one_key import OneKey
 from gemopt.passes.recognise import Miss
 
 
@@ -44,26 +44,43 @@ def report_misses(report: Any, misses: Sequence[Miss]) -> None:
 def report_sites(report: Any, captured: Captured, layout: Layout) -> None:
     """Sites that are recognised but stay as they are."""
     for site in layout.sites.values():
-        if layout.attended(site.out):
+        if not layout.attended(site.out):
+            reason = layout.refused.get(site.out, "packing this attention would not pay")
+            _left_alone(report, captured, layout, site.out, reason)
+
+
+def report_one_key(report: Any, captured: Captured, layout: Layout, single: Sequence[OneKey]) -> None:
+    """Attentions over one key: a rewrite where all of it runs on packed rows."""
+    for site in single:
+        if layout.packed >= {site.out, *site.products}:
+            report.rewrite(
+                site=site.out.name, rule="unpad attention", kernel=None, source=source_of(site.out),
+                before=f"{site.spelling} over one key on {list(map(str, shape_of(site.out)))}",
+                after=f"element by element where {layout.rows[site.out].set}: one key needs no kernel",
+                exactness="rounding", reason="the other rows reach no output",
+            )  # fmt: skip
             continue
-        reason = layout.refused.get(site.out, "packing this attention would not pay")
-        blame = holding_output(captured, layout.live, site) if reason.startswith("every row") else ""
-        hint = ""
-        if not blame and reason.startswith("every row"):
-            reason += reading_all(layout.live, site)
-        if blame:
-            reason = f"{reason}: {blame} is returned with its padding"
-            hint = (
-                'compile the step together with its loss, return the masked or pooled value, or pass padded_outputs="zero"'
-            )
-        report.reject(site.out.name, "unpad", source=source_of(site.out), node=site.out.name, reason=reason, hint=hint)
+        whole = layout.live.need(site.out) == t.TRUE
+        reason = "every row of the queries is live" if whole else "packing this attention over one key would not pay"
+        _left_alone(report, captured, layout, site.out, reason)
 
 
-def holding_output(captured: Captured, live: Live, site: Site) -> str:
-    """The output through which every row of a site is live, if a chain of full demands leads there."""
+def _left_alone(report: Any, captured: Captured, layout: Layout, out: fx.Node, reason: str) -> None:
+    blame = holding_output(captured, layout.live, out) if reason.startswith("every row") else ""
+    hint = ""
+    if not blame and reason.startswith("every row"):
+        reason += reading_all(layout.live, out)
+    if blame:
+        reason = f"{reason}: {blame} is returned with its padding"
+        hint = 'compile the step together with its loss, return the masked or pooled value, or pass padded_outputs="zero"'
+    report.reject(out.name, "unpad", source=source_of(out), node=out.name, reason=reason, hint=hint)
+
+
+def holding_output(captured: Captured, live: Live, out: fx.Node) -> str:
+    """The output through which every row of an attention is live, if a chain of full demands leads there."""
     (output,) = [n for n in captured.gm.graph.nodes if n.op == "output"]
     names = dict(zip(nodes_in(output.args), captured.output_names, strict=False))
-    stack, seen = [site.out], set()
+    stack, seen = [out], set()
     while stack:
         node = stack.pop()
         if node in seen:
@@ -77,9 +94,9 @@ def holding_output(captured: Captured, live: Live, site: Site) -> str:
     return ""
 
 
-def reading_all(live: Live, site: Site) -> str:
-    """Who makes every row of a site live: the first operation that asks for more rows than are asked of itself."""
-    stack, seen = [site.out], set()
+def reading_all(live: Live, out: fx.Node) -> str:
+    """Who makes every row of an attention live: the first operation that asks for more rows than are asked of itself."""
+    stack, seen = [out], set()
     while stack:
         node = stack.pop(0)
         if node in seen:

@@ -12,7 +12,7 @@ rows of its predicate, in the order of their positions, so causal order is row o
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,7 +31,8 @@ from gemopt.graph.slots import nodes_in
 from gemopt.graph.terms import Term
 from gemopt.graph.verify import matched_part, verify_plan, verify_site
 from gemopt.passes.jagged import row_totals
-from gemopt.passes.narrate import report_misses, report_plan, report_sites, source_of
+from gemopt.passes.narrate import report_misses, report_one_key, report_plan, report_sites, source_of
+from gemopt.passes.one_key import write_out_one_key
 from gemopt.passes.recognise import Miss, recognise
 
 # Packed work is taken to cost this much more than the same padded work (gathers, indirect attention): an estimate.
@@ -43,6 +44,11 @@ def unpad(captured: Captured, recipe: Any, report: Any) -> Plan | None:
     graph = captured.gm.graph
     known = Analysis(graph, finite_fills=recipe.empty_rows != "eager")
     sites, misses = find_sites(captured.gm, known)
+    as_captured = replace(captured, gm=_twin(captured.gm)) if recipe.verify else captured
+    single, changed = write_out_one_key(captured.gm, known, sites)
+    if changed:
+        known = Analysis(graph, finite_fills=recipe.empty_rows != "eager")
+        sites, misses = find_sites(captured.gm, known)
     report_misses(report, misses)
     if recipe.empty_rows == "eager":
         _refuse_empty_rows(report, sites)
@@ -57,15 +63,23 @@ def unpad(captured: Captured, recipe: Any, report: Any) -> Plan | None:
             kept = [s for s in sites if s not in bad]
             made = draft(captured.gm, captured.fake_mode, known, kept, outputs, min_saving=recipe.min_saving)
     report_sites(report, captured, made.layout)
+    report_one_key(report, captured, made.layout, single)
     _report_blind(report, made.blind)
     if made.plan is None:
         return None
     check_outputs(captured, made.plan)
-    verified = _verified(captured, made.plan, report) if recipe.verify else None
+    verified = _verified(as_captured, made.plan, report) if recipe.verify else None
     if verified is False:
         return None
     report_plan(report, captured, made.layout, made.plan, verified)
     return made.plan
+
+
+def _twin(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy that stays what the graph is now."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    return fx.GraphModule(gm, graph)
 
 
 @dataclass

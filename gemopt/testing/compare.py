@@ -39,6 +39,7 @@ class Comparison:
     rms_eager: float = 0.0
     maximum: float = 0.0
     bound: float = 0.0
+    size: float = 0.0  # RMS of fp64's values
     by_noise: bool = False
     detail: str = ""
 
@@ -113,7 +114,8 @@ def _floats(name: str, new: Tensor, eager: Tensor, reference: Tensor, tolerance:
     out.skipped = new.numel() - out.compared
     error = torch.where(usable, mine - exact, 0.0)
     out.rms_eager = _masked_rms(theirs - exact, usable)
-    out.bound = tolerance.ratio * out.rms_eager + tolerance.ulps * ulp(_masked_rms(exact, usable), eager.dtype)
+    out.size = _masked_rms(exact, usable)
+    out.bound = tolerance.ratio * out.rms_eager + tolerance.ulps * ulp(out.size, eager.dtype)
     out.rms = _masked_rms(error, usable)
     out.maximum = float(error.abs().max()) if error.numel() else 0.0
     wrong_inf = infinite & (mine != exact)

@@ -48,3 +48,17 @@ def test_programs_through_torch_compile(seed: int) -> None:
     for program in (sample(seed), sample_near_miss(seed)):
         outcome = run(program, inner="aot_eager", cases=("given", "other"))
         assert outcome.right, str(outcome)
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {"family": "softmax", "layout": "bhld", "kv_heads": "half", "qk": "flat_bmm"},  # [B, 4] beside [B, 2, 2]
+        {"family": "pffn", "generated": "0", "layout": "bhld", "score_function": "activation", "act": "identity"},
+        {"family": "pffn", "generated": "2", "layout": "merged", "score_function": "softmax"},
+    ],
+    ids=["key heads repeated and merged", "a memory without a score function", "one key"],
+)
+def test_spellings_that_were_refused_once(axes: dict[str, str]) -> None:
+    outcome = run(sample(1, {"demand": "mean", "precision": "fp32", **axes}), cases=("given", "zeros"))
+    assert outcome.verdict == "rewritten", str(outcome)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from gemopt.report import Report
 from gemopt.testing.compare import Comparison
+from gemopt.testing.programs import Program, run, runner, sample
 from gemopt.testing.programs.runner import settle
 from gemopt.testing.result import CaseResult
 
@@ -52,3 +55,50 @@ def test_a_case_that_raises_in_a_later_draw_stays():
 
 def test_an_error_that_is_not_a_number_stays():
     assert failures([draw(float("nan"), 1.0, ROUNDING), *(draw(0.9, 1.5) for _ in range(11))])
+
+
+# ---------------------------------------------------------------- beyond twelve draws
+
+
+def verdict(monkeypatch: pytest.MonkeyPatch, low: list[float], exact: float = 0.0) -> runner.Outcome:
+    """What becomes of a program whose draws have these errors under a bound of 1, and this one in fp64."""
+    errors = iter(low)
+
+    def compare(program: Program, inner: str, cases: tuple[str, ...], seed: int) -> tuple[list[CaseResult], Report]:
+        rms, bound = (exact, 1e-15) if program.dtype == torch.float64 else (next(errors), 1.0)
+        problem = f"RMS error {rms}" if rms > bound else ""
+        made = Comparison("output", problem, compared=1, rms=rms, bound=bound, size=1.0)
+        report = Report("made up")
+        report.new_graph(mode="train").rewrite("a", "unpad attention")
+        return [CaseResult("given", "", path="packed", comparisons=[made])], report
+
+    monkeypatch.setattr(runner, "_compare", compare)
+    return run(sample(0), cases=("given",))
+
+
+def test_more_draws_settle_rounding(monkeypatch):
+    outcome = verdict(monkeypatch, [*[1.5] * 12, *[0.5] * 36])
+    assert outcome.verdict == "rewritten" and "within the bound over 48 draws" in outcome.notes[0]
+
+
+def test_less_exact_by_rounding_alone_is_told(monkeypatch):
+    outcome = verdict(monkeypatch, [2.5] * 48)
+    assert outcome.verdict == "rewritten" and "less exact than eager" in outcome.notes[0]
+
+
+def test_errors_far_above_the_bound_are_wrong_whatever_fp64_says(monkeypatch):
+    assert verdict(monkeypatch, [3.5] * 48).verdict == "wrong"
+
+
+@pytest.mark.parametrize("exact", [1e-8, float("nan")])
+def test_what_differs_in_fp64_is_wrong_at_once(monkeypatch, exact):
+    outcome = verdict(monkeypatch, [1.5] * 12, exact)
+    assert outcome.verdict == "wrong" and any("in fp64" in p for p in outcome.problems)
+
+
+def test_a_program_in_fp64_rounds_nowhere():
+    for precision in ("bf16", "autocast_inside", "autocast_around"):
+        program = sample(1, {"precision": precision, "family": "softmax", "softmax": "dtype"})
+        exact = program.exact()
+        assert exact.dtype == torch.float64 and exact.autocast is None
+        assert "bfloat16" not in exact.source and "float32" not in exact.source

@@ -52,8 +52,15 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+_ALL_LIVE = "unpad: every row of"
+
+
 def summary(records: list[dict[str, Any]]) -> dict[str, Any]:
-    """Counts by kind and verdict, the share of positives rewritten, refused positives by reason."""
+    """Counts by kind and verdict, the share of positives rewritten, refused positives by reason.
+
+    The second share leaves out the programs that were refused because every row of an attention is live. That is what the
+    rewriter says of them, and it may be short of what a reader sees: the first share counts them.
+    """
     result: dict[str, Any] = {}
     for kind in ("positive", "near miss"):
         mine = [r for r in records if r["kind"] == kind]
@@ -61,7 +68,11 @@ def summary(records: list[dict[str, Any]]) -> dict[str, Any]:
         result[kind] = {"programs": len(mine), "distinct": len({r["name"] for r in mine}), **verdicts}
     positives = [r for r in records if r["kind"] == "positive" and r["verdict"] in ("rewritten", "refused")]
     done = sum(r["verdict"] == "rewritten" for r in positives)
+    live = sum(r["verdict"] == "refused" and any(_ALL_LIVE in x for x in r["reasons"]) for r in positives)
     result["rewritten share"] = round(done / len(positives), 4) if positives else None
+    result["all rows live"] = live
+    result["rewritten share of those with fewer live rows"] = round(done / (len(positives) - live), 4) if done else None
+    result["settled as rounding"] = [f"{r['kind']} {r['seed']}: {r['notes'][0]}" for r in records if r["notes"]]
     reasons = Counter(reason_of(r) for r in positives if r["verdict"] == "refused")
     result["refused positives"] = dict(reasons.most_common())
     return result
@@ -85,7 +96,14 @@ def table(result: dict[str, Any]) -> str:
         )
     if result["rewritten share"] is not None:
         lines.append(f"positives rewritten: {100 * result['rewritten share']:.1f} %")
+    fewer = result["rewritten share of those with fewer live rows"]
+    if fewer is not None and result["all rows live"]:
+        lines.append(
+            f"of the positives whose live rows are fewer than all: {100 * fewer:.1f} %"
+            f" ({result['all rows live']} refused because gemopt sees every row live)"
+        )
     lines += [f"  {count:5d}  {reason}" for reason, count in result["refused positives"].items()]
+    lines += [f"settled as rounding: {note}" for note in result["settled as rounding"]]
     return "\n".join([*lines, f"{result['seconds']} s, inner={result['inner']}, torch {result['torch']}"])
 
 

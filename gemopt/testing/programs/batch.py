@@ -37,7 +37,7 @@ def run_one(job: Job) -> dict[str, Any]:
     record = {
         "kind": kind, "seed": seed, "name": program.name, "verdict": outcome.verdict, "sites": program.sites,
         "rewritten": outcome.sites, "packed": outcome.packed, "compared": outcome.compared, "problems": outcome.problems,
-        "reasons": outcome.reasons, "axes": dict(program.axes), "seconds": round(outcome.seconds, 2),
+        "reasons": outcome.reasons, "notes": outcome.notes, "axes": dict(program.axes), "seconds": round(outcome.seconds, 2),
     }  # fmt: skip
     if outcome.verdict not in ("rewritten", "refused") or (kind == "positive" and outcome.verdict != "rewritten"):
         record["source"] = program.source

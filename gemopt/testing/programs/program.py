@@ -7,7 +7,7 @@ import linecache
 import re
 import types
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -93,6 +93,17 @@ class Program:
             return value
 
         return {name: convert(value) for name, value in given.items()}
+
+    def exact(self) -> Program:
+        """The same program in fp64 throughout: where it is rewritten, nothing but the rounding is another."""
+        source = self.source
+        for wide, narrow in (
+            ('torch.autocast("cpu", enabled=False)', 'torch.autocast("cpu", dtype=torch.bfloat16)'),
+            (".double()", ".float()"),
+            ("torch.float64", "torch.float32"),
+        ):
+            source = source.replace(narrow, wide)
+        return replace(self, source=source, autocast=None, dtype=torch.float64)
 
     def __str__(self) -> str:
         decisions = "\n".join(f"# {axis}: {value}" for axis, value in self.axes.items())

@@ -98,6 +98,8 @@ class Layout:
         rows = self.sets.of(need, info.sizes, also=sequences_of(need, info.sizes))
         if rows is None or not all(local(a, rows.slots) for a in info.accesses):
             return None
+        if info.kind == "pointwise" and any(None in a.exprs for a in info.accesses):
+            return None  # [B * L] in one piece beside [B, L] merged: every row reads one position, but no term says which
         if not any(reads_all(a, rows.slots) for a in info.accesses):
             # Nothing it reads has rows: an expanded table. Packing it would only copy.
             return None if info.kind != "pointwise" else rows

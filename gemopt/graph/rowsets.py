@@ -80,7 +80,7 @@ class RowSets:
         sequence has the same rows).
         """
         slots = sorted({*predicate.slots, *also})
-        if not 2 <= len(slots) <= _MAX_AXES:
+        if not 2 <= len(slots) <= _MAX_AXES or (token is not None and token not in slots):
             return None
         form, order = _canonical(predicate, sizes, slots)
         if form not in self._known:

@@ -24,7 +24,6 @@ _UNTAGGED_POINTWISE = frozenset(
     "aten." + n
     for n in [
         "dropout",
-        "feature_alpha_dropout",
         "to",
         "_to_copy",
         "type_as",

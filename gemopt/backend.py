@@ -18,6 +18,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -155,10 +156,10 @@ class GemoptBackend:
 
     def _degrade(self, error: Exception, report: Any) -> None:
         """An internal error: raise it under strict, else record it, warn, and let the graph run as it is."""
-        reason = traceback.format_exception_only(error)[-1].strip()
-        at = traceback.extract_tb(error.__traceback__)[-1]  # Dynamo cuts the traceback off
         if self.recipe.strict:
-            raise CompileError(f"gemopt: {reason} ({at.filename}:{at.lineno} in {at.name})") from error
+            reason = traceback.format_exception_only(error)[-1].strip()
+            raise CompileError(f"gemopt: {reason} ({_where(error)})") from error  # Dynamo cuts the traceback off
+        reason = f"{_first_line(error)} ({_where(error)})"
         report.discard_rewrites()
         report.reject("graph", "internal error", reason=reason, hint=f"{PLAIN}; strict=True raises this error")
         warnings.warn(f"gemopt: internal error, {PLAIN}: {reason}", RuntimeWarning, stacklevel=2)
@@ -177,6 +178,26 @@ class GemoptBackend:
             # Default mode whatever the user's: under CUDA graphs the next prologue would overwrite the
             # indices that this step's backward still reads.
             return inner_compiler("inductor")(plan.prologue, list(captured.example_inputs))
+
+
+def _first_line(error: Exception) -> str:
+    """``KeyError: 'x'``; what torch adds to an error below that (the node, the stack, where to look) is left out."""
+    text = str(error).strip().splitlines()
+    name = type(error).__name__
+    return f"{name}: {text[0].strip()}" if text else name
+
+
+def _where(error: Exception) -> str:
+    """``gemopt/graph/rowsets.py:90 in of``: the innermost line of gemopt's that an error went through, else of any code."""
+    package = Path(__file__).resolve().parent
+    frames = traceback.extract_tb(error.__traceback__)
+    roots = (package, (package / "passes").resolve())
+    for frame in reversed(frames):
+        path = Path(frame.filename).resolve()
+        for root in roots:
+            if path.is_relative_to(root):
+                return f"{path.relative_to(root.parent)}:{frame.lineno} in {frame.name}"
+    return f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else "no traceback"
 
 
 def _for_packed(inner: Compiler, plan: Any) -> Compiler:

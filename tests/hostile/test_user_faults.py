@@ -1,0 +1,154 @@
+"""Faults that hostile users have found, each as a whole kind: numbers are those of eager in fp64, and the report is true."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import gemopt
+
+D = 8
+Forward = Callable[["Model", Tensor, Tensor], Any]
+
+
+class Model(nn.Module):
+    """Tokens ids `[B, L]` and their validity, to whatever ``program`` makes of them."""
+
+    def __init__(self, program: Forward) -> None:
+        super().__init__()
+        self.program = program
+        self.embed = nn.Embedding(40, D)
+        self.qkv = nn.Linear(D, 3 * D)
+        self.out = nn.Linear(D, D)
+        self.norm = nn.BatchNorm1d(D)
+
+    def forward(self, ids: Tensor, valid: Tensor) -> Any:
+        return self.program(self, ids, valid)
+
+    def attended(self, x: Tensor, seen: Tensor, fill: float = -torch.inf) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return x + (q @ k.mT).masked_fill(~seen, fill).softmax(-1) @ v
+
+    def encoded(self, ids: Tensor, valid: Tensor) -> Tensor:
+        return self.attended(self.embed(ids), valid[:, None])
+
+
+def pooled(x: Tensor, valid: Tensor) -> Tensor:
+    return (x * valid[..., None]).sum(1)
+
+
+def batch(size: int, length: int, seed: int, full: bool = False) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, length + full, (size,), generator=generator)
+    return torch.randint(1, 40, (size, length), generator=generator), torch.arange(length) < lengths[:, None]
+
+
+def results(run: Callable[..., Any], args: Sequence[Any]) -> list[Tensor]:
+    torch.manual_seed(3)
+    outputs = run(*args)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    sum(o.square().sum() for o in outputs if o.requires_grad).backward()
+    parameters = run.parameters() if isinstance(run, nn.Module) else ()
+    return [o.detach() for o in outputs] + [p.grad for p in parameters if p.grad is not None]
+
+
+def compared(program: Forward, batches: Sequence[tuple[Tensor, Tensor]], **options: Any) -> Any:
+    """Compile, run every batch, compare outputs and gradients with eager, and return the report."""
+    torch.manual_seed(0)
+    model = Model(program).double()
+    twin = copy.deepcopy(model)
+    compiled = gemopt.compile(twin, **{"inner": "eager", "strict": True, "recipe": None, **options})
+    for args in batches:
+        model.zero_grad()
+        twin.zero_grad()
+        for expected, found in zip(results(model, args), results(compiled, args), strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    return compiled.report
+
+
+TWO = (batch(5, 9, 1), batch(4, 7, 2))
+
+
+# ---------------------------------------------------------------- [B * L] in one piece beside [B, L] merged
+
+
+def in_batch_negatives(m: Model, ids: Tensor, valid: Tensor) -> Tensor:
+    """Every token is its own label among all tokens of the batch."""
+    h, weight = m.embed(ids).flatten(0, 1), valid.flatten()
+    loss = F.cross_entropy(h @ h.T, torch.arange(h.shape[0]), reduction="none")
+    return (loss * weight).sum() / weight.sum()
+
+
+def numbered_tokens(m: Model, ids: Tensor, valid: Tensor) -> Tensor:
+    """A factor by the number of the token in the batch."""
+    h, weight = m.out(m.embed(ids)).flatten(0, 1), valid.flatten()
+    return (h * torch.arange(h.shape[0]).sin()[:, None] * weight[:, None]).sum()
+
+
+def numbered_mask(m: Model, ids: Tensor, valid: Tensor) -> tuple[Tensor, ...]:
+    """The same as a condition, beside the mask."""
+    h, weight = m.out(m.embed(ids)).flatten(0, 1), valid.flatten()
+    kept = torch.arange(h.shape[0]) % 3 != 1
+    return torch.where((kept & weight)[:, None], h, 0.0).sum(0), torch.where(kept[:, None], h, 1.0)[weight].sum(0)
+
+
+# ---------------------------------------------------------------- scores without a token axis
+
+
+def channel_attention(m: Model, ids: Tensor, valid: Tensor) -> Tensor:
+    """XCiT: channels are queries and keys, tokens are features."""
+    q, k, v = m.qkv(m.embed(ids) * valid[..., None]).chunk(3, -1)
+    return pooled(((q.mT @ k).softmax(-1) @ v.mT).mT, valid)
+
+
+def channel_attention_by_heads(m: Model, ids: Tensor, valid: Tensor) -> Tensor:
+    q, k, v = (x.unflatten(-1, (2, -1)).permute(0, 2, 3, 1) for x in m.qkv(m.embed(ids)).chunk(3, -1))
+    q, k = (F.normalize(x * valid[:, None, None], dim=-1) for x in (q, k))
+    y = F.silu(q @ k.mT) @ v
+    return pooled(y.permute(0, 3, 1, 2).flatten(2), valid)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [in_batch_negatives, numbered_tokens, numbered_mask, channel_attention, channel_attention_by_heads],
+    ids=lambda p: p.__name__,
+)
+def test_numbers_are_eagers(program: Forward) -> None:
+    compared(program, TWO)
+
+
+# ---------------------------------------------------------------- dropout of whole rows
+
+
+@pytest.mark.parametrize("kind", [nn.FeatureAlphaDropout, nn.AlphaDropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d])
+def test_dropout_of_whole_rows_draws_as_eager_does(kind: type[nn.Module]) -> None:
+    """One draw decides a whole row. Packed, rows would be columns of one sample, or other rows would fall together."""
+    drop = kind(0.5)
+    shape = {nn.Dropout2d: (1, D), nn.Dropout3d: (1, 1, D)}.get(kind, (D,))
+
+    def program(m: Model, ids: Tensor, valid: Tensor) -> Tensor:
+        return pooled(drop(m.out(m.embed(ids)).unflatten(-1, shape)).flatten(2), valid)
+
+    compared(program, TWO)
+
+
+# ---------------------------------------------------------------- the report
+
+
+def test_an_internal_error_is_reported_in_one_line() -> None:
+    def broken(captured: Any, recipe: Any, report: Any) -> None:
+        torch.fx.Interpreter(captured.gm).run()  # torch adds the node, the stack, and advice
+
+    model = Model(channel_attention)
+    compiled = gemopt.compile(model, recipe=gemopt.Recipe(pipeline=broken, inner="eager"))
+    with pytest.warns(RuntimeWarning, match="internal error"):
+        torch.testing.assert_close(compiled(*TWO[0]), model(*TWO[0]))
+    (rejection,) = compiled.report.rejections
+    assert "\n" not in rejection.reason and "tlparse" not in rejection.reason and "Traceback" not in rejection.reason
+    assert rejection.reason.endswith("in plan)") and "gemopt/backend.py:" in rejection.reason

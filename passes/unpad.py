@@ -20,7 +20,7 @@ from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 
 from gemopt.graph.attention import Site
-from gemopt.graph.capture import Captured, regions
+from gemopt.graph.capture import Captured, regions, trace_copy
 from gemopt.graph.emit import Emitter
 from gemopt.graph.facts import Analysis
 from gemopt.graph.governing import candidate_masks, governing_masks
@@ -206,7 +206,7 @@ def fakes_of(captured: Captured, plan: Plan) -> dict[fx.Node, Any]:
             return values[n]
 
     with captured.fake_mode, enable_python_dispatcher():  # without it torch 2.11 turns symbolic sizes into numbers
-        Recorder(plan.packed).run(*captured.example_inputs, *plan.extra_examples)
+        Recorder(plan.packed).run(*map(trace_copy, captured.example_inputs), *plan.extra_examples)
     plan.fakes = values
     return values
 

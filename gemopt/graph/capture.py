@@ -87,7 +87,7 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Captured:
     fakes = [_to_fake(x, fake_mode) for x in example_inputs]
     with fx_traceback.preserve_node_meta(), fake_mode:
         run = lambda *args: _Retrace(gm).run(*args)  # noqa: E731
-        retraced = make_fx(run, pre_dispatch=True)(*map(_trace_copy, fakes))
+        retraced = make_fx(run, pre_dispatch=True)(*map(trace_copy, fakes))
     retraced.meta["ambient_grad"] = torch.is_grad_enabled()
     outputs = retraced.graph.output_node().args[0]
     count = len(outputs) if isinstance(outputs, (tuple, list)) else 1
@@ -158,8 +158,8 @@ def _to_fake(x: Any, fake_mode: FakeTensorMode) -> Any:
     return fake_mode.from_tensor(x, symbolic_context=symbolic, source=source, trace=False)
 
 
-def _trace_copy(x: Any) -> Any:
-    """An alias of a fake input with an autograd history of its own.
+def trace_copy(x: Any) -> Any:
+    """An alias of a fake input with an autograd history of its own; a leaf where the input is one.
 
     ``from_tensor`` memoises: an in-place operator run on the memoised fake itself would leave a ``grad_fn``
     on the very object that the inner compiler receives as a leaf afterwards.
@@ -168,7 +168,19 @@ def _trace_copy(x: Any) -> Any:
         return x
     if getattr(x, "item_memo", None) is not None:  # a wrapped Python float: the memo is its symbol
         return x
+    if x.requires_grad and not x.is_leaf:  # may be written in place, as a leaf may not
+        with torch.enable_grad():
+            return _Computed.apply(x.detach(), x.new_empty((), requires_grad=True))
     return x.detach().requires_grad_(x.requires_grad)
+
+
+class _Computed(torch.autograd.Function):
+    """``x`` itself, storage and all, as the result of some operator."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        ctx.mark_dirty(x)
+        return x
 
 
 def _refuse_inexpressible(gm: fx.GraphModule) -> None:

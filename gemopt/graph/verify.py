@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 
 from gemopt.graph.attention import Site
-from gemopt.graph.capture import Captured
+from gemopt.graph.capture import Captured, trace_copy
 from gemopt.graph.emit import placeholders_first
 from gemopt.graph.facts import Analysis
 from gemopt.graph.plan import Plan
@@ -102,7 +102,7 @@ def matched_part(captured: Captured, site: Site, need: Term, known: Analysis) ->
 def _propagate(part: fx.GraphModule, captured: Captured) -> None:
     """Fill in ``meta["val"]`` of new nodes."""
     values: dict[fx.Node, Any] = {}
-    inputs = iter(captured.example_inputs)
+    inputs = map(trace_copy, captured.example_inputs)
     with captured.fake_mode, enable_python_dispatcher():
         for node in part.graph.nodes:
             if node.op == "placeholder":
@@ -160,7 +160,8 @@ class _Result:
 def _run(gm: fx.GraphModule, inputs: Sequence[Any], cotangents: Sequence[Tensor] | None, double: bool = False) -> _Result:
     inputs = [x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in inputs]
     runner = _InDouble(gm) if double else fx.Interpreter(gm)
-    leaves = torch.utils._pytree.tree_leaves(runner.run(*inputs))
+    given = [x.clone() if isinstance(x, Tensor) and x.requires_grad else x for x in inputs]  # may be written in place
+    leaves = torch.utils._pytree.tree_leaves(runner.run(*given))
     outputs = [o for o in leaves if isinstance(o, Tensor) and o.is_floating_point()]
     if cotangents is None:
         return _Result([o.detach() for o in outputs], [])

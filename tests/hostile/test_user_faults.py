@@ -138,6 +138,60 @@ def test_dropout_of_whole_rows_draws_as_eager_does(kind: type[nn.Module]) -> Non
     compared(program, TWO)
 
 
+# ---------------------------------------------------------------- inputs with a history, written in place
+
+Written = Callable[[Tensor, Tensor, nn.Linear], Any]
+
+
+def masked_in_place(h: Tensor, valid: Tensor, layer: nn.Linear) -> Any:
+    h.mul_(valid[..., None])
+    return h.sum(1), pooled(layer(h), valid)
+
+
+def shifted_into_itself(h: Tensor, valid: Tensor, layer: nn.Linear) -> Any:
+    """Through a view."""
+    y = layer(h * 2)
+    h[:, 1:].add_(y[:, :-1])
+    return pooled(y, valid), pooled(h, valid)
+
+
+def attended_then_written(h: Tensor, valid: Tensor, layer: nn.Linear) -> Any:
+    """What ran packed read the input before it was written again."""
+    x = h.add_(1.0) * 1
+    y = x + (x @ x.mT).masked_fill(~valid[:, None], -1e9).softmax(-1) @ x
+    h.mul_(2.0)
+    return pooled(y, valid), pooled(layer(h + 0), valid)
+
+
+def valid_rows_replaced(h: Tensor, valid: Tensor, layer: nn.Linear) -> Any:
+    """As after a graph break: the rows of an earlier graph's result."""
+    h[valid] = layer(h[valid])
+    return pooled(layer(h), valid)
+
+
+@pytest.mark.parametrize("verify", [False, True], ids=["", "verify"])
+@pytest.mark.parametrize(
+    "program", [masked_in_place, shifted_into_itself, attended_then_written, valid_rows_replaced], ids=lambda p: p.__name__
+)
+def test_an_input_with_a_history_is_written_in_place(program: Written, verify: bool) -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(D, D).double()
+    _, valid = TWO[0]
+    values = torch.randn(*valid.shape, D, dtype=torch.float64)
+    compiled = gemopt.compile(program, recipe=gemopt.Recipe(inner="eager", strict=True, min_saving=0.0, verify=verify))
+    found = []
+    for run in (program, compiled):
+        leaf = torch.ones(D, dtype=torch.float64, requires_grad=True)
+        h = values * leaf
+        layer.zero_grad()
+        outputs = run(h, valid, layer)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        (sum(o.square().sum() for o in outputs) + h.sum()).backward()
+        found.append([*(o.detach() for o in outputs), h.detach(), leaf.grad, layer.weight.grad])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-9, atol=1e-9)
+
+
 # ---------------------------------------------------------------- the report
 
 

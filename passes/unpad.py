@@ -26,7 +26,7 @@ from gemopt.graph.facts import Analysis
 from gemopt.graph.governing import candidate_masks, governing_masks
 from gemopt.graph.layout import Layout
 from gemopt.graph.live import Live
-from gemopt.graph.plan import Plan
+from gemopt.graph.plan import Plan, impossible
 from gemopt.graph.slots import nodes_in
 from gemopt.graph.terms import Term
 from gemopt.graph.verify import matched_part, verify_plan, verify_site
@@ -49,7 +49,6 @@ def unpad(captured: Captured, recipe: Any, report: Any) -> Plan | None:
     if changed:
         known = Analysis(graph, finite_fills=recipe.empty_rows != "eager")
         sites, misses = find_sites(captured.gm, known)
-    report_misses(report, misses)
     if recipe.empty_rows == "eager":
         _refuse_empty_rows(report, sites)
         sites = []
@@ -57,6 +56,11 @@ def unpad(captured: Captured, recipe: Any, report: Any) -> Plan | None:
     if recipe.padded_outputs:
         outputs = governing_masks(graph, known, sites, recipe.padded_outputs, captured.output_names)
     made = draft(captured.gm, captured.fake_mode, known, sites, outputs, min_saving=recipe.min_saving)
+    if made.plan is not None and known.finite_fills and any(b.some is not None and impossible(b) for b in made.plan.bits):
+        known = Analysis(graph, finite_fills=False)  # some softmax has rows that are filled altogether
+        sites, misses = find_sites(captured.gm, known)
+        made = draft(captured.gm, captured.fake_mode, known, sites, outputs, min_saving=recipe.min_saving)
+    report_misses(report, misses)
     if recipe.verify and made.plan is not None:
         bad = _failing_sites(captured, made, report)
         if bad:
@@ -64,8 +68,8 @@ def unpad(captured: Captured, recipe: Any, report: Any) -> Plan | None:
             made = draft(captured.gm, captured.fake_mode, known, kept, outputs, min_saving=recipe.min_saving)
     report_sites(report, captured, made.layout)
     report_one_key(report, captured, made.layout, single)
-    _report_blind(report, made.blind)
-    if made.plan is None:
+    _report_blind(report, made.live, made.blind)
+    if made.plan is None or _never_runs(report, captured, made.plan):
         return None
     check_outputs(captured, made.plan)
     verified = _verified(as_captured, made.plan, report) if recipe.verify else None
@@ -153,13 +157,25 @@ def _refuse_empty_rows(report: Any, sites: Sequence[Site]) -> None:
         )  # fmt: skip
 
 
-def _report_blind(report: Any, sites: Sequence[Site]) -> None:
+def _report_blind(report: Any, live: Live, sites: Sequence[Site]) -> None:
     for site in sites:
+        never = live.never_itself(site)
+        which = "the mask hides its own position from every query: one" if never else "a query"
         report.reject(
             site.out.name, "attention", source=source_of(site.out), node=site.out.name,
-            reason="a query whose result is read may see no key, where eager's value is not that of the rewritten op",
-            hint="mask or ignore the results of padded queries",
+            reason=f"{which} whose result is read may see no key, where eager's value is not that of the rewritten op",
+            hint="let every query see itself" if never else "mask or ignore the results of padded queries",
         )  # fmt: skip
+
+
+def _never_runs(report: Any, captured: Captured, plan: Plan) -> bool:
+    """Whether an assumption is false whatever the inputs are; the report gets it as the reason."""
+    false = next(filter(impossible, plan.bits), None)
+    if false is not None:
+        (output,) = [n for n in captured.gm.graph.nodes if n.op == "output"]
+        reason = f"the packed graph could never run, for it needs what never holds: {false.text}"
+        report.reject("graph", "unpad", source=source_of(output), reason=reason)
+    return false is not None
 
 
 def _cost_rule(layout: Layout, min_saving: float) -> Callable[[Mapping[str, int], Mapping[str, int]], bool]:

@@ -133,7 +133,7 @@ class Live:
         if any(access.exprs[s] is None for s in mask.slots):
             return t.TRUE
         there = t.substitute(mask, {s: access.exprs[s] for s in mask.slots})  # type: ignore[misc]
-        if not writable(there):
+        if there == t.FALSE or not writable(there):
             return t.TRUE
         reason = f"rows gathered from {access.operand.name}"
         self.assumptions.append(Subset(t.TRUE, there, self.known.info(node).sizes, reason))
@@ -213,7 +213,13 @@ class Live:
         if site.query is None:
             return parts.rest == t.TRUE
         itself = self._seen_by_itself(site)
-        return t.implies(wanted, itself) or (wanted != t.TRUE and writable(wanted) and writable(itself))
+        return t.implies(wanted, itself) or (
+            wanted != t.TRUE and writable(wanted) and writable(itself) and not self.never_itself(site)
+        )
+
+    def never_itself(self, site: Site) -> bool:
+        """Whether the mask hides its own position from every query that is read (only earlier keys, say)."""
+        return site.query is not None and t.and_(self.wanted(site), self._seen_by_itself(site)) == t.FALSE
 
     def _sees_all_keys(self, site: Site) -> bool:
         """All keys of the sequence, or a score function for which seeing none is nothing special."""
@@ -263,6 +269,8 @@ class Live:
     def _beyond(self, point: Term, mask: Term) -> bool:
         """Whether a point lies outside the mask, or past the end of every tensor that the mask reads: a candidate that is
         kept before or behind the history."""
+        if t.and_(point, mask) == t.FALSE:
+            return True
         at = next((c for c in t.conjuncts(point) if c.op == "eq0" and _fixes_slot(c) and not c.leaves), None)
         if at is None or len(at.slots) != 1:
             return False

@@ -64,6 +64,28 @@ def subset_bit(subset: Subset) -> Bit:
     return Bit(over_used, tuple(subset.sizes[s] for s in used), str(subset))
 
 
+def impossible(bit: Bit) -> bool:
+    """Whether a bit is 0 whatever the inputs are: it fails at the first or the last index of some axis."""
+    ends = [{}, *({i: end} for i, n in enumerate(bit.sizes) if i != bit.some for end in (t.const(0), t.size(n - 1)))]
+    if bit.some is None:
+        return any(t.substitute(bit.predicate, at) == t.FALSE for at in ends)
+    return any(_nowhere(t.substitute(bit.predicate, at), bit.some, bit.sizes[bit.some]) for at in ends)
+
+
+def _nowhere(p: Term, slot: int, size: sympy.Expr) -> bool:
+    """Whether no position of ``slot`` fulfils ``p``: it would lie before the first or behind the last."""
+    if p.op in ("and", "or"):
+        return (any if p.op == "and" else all)(_nowhere(x, slot, size) for x in p.args)
+    if p.op != "le0":
+        return p == t.FALSE
+    parts, least = t.as_linear(p.args[0])
+    k = parts.pop(t.slot(slot), 0)
+    if any(x.op != "size" for x in parts):
+        return False
+    value = sympy.sympify(least) + sum(x.args[0] * c for x, c in parts.items()) + (k * (size - 1) if k < 0 else 0)
+    return bool(sympy.expand(value).is_positive)
+
+
 def blocks_of(s: RowSet, block: int) -> sympy.Expr:
     """Blocks of a sequence, the last one perhaps shorter."""
     return FloorDiv(s.sizes[-1] + (block - 1), sympy.Integer(block))
@@ -308,8 +330,9 @@ class Plan:
             if not held:
                 self.last_reason = f"assumption failed: {bit.text}"
                 return False, by_set
-        if any(e.kind == "gather" and not by_set[e.set] for e in self.extras):
-            self.last_reason = "every sequence is empty"
+        empty = next((e.set for e in self.extras if e.kind == "gather" and not by_set[e.set]), None)
+        if empty is not None:
+            self.last_reason = f"rows are gathered where {empty}, and no sequence has one"
             return False, by_set
         return True, by_set
 

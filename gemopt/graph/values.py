@@ -180,6 +180,13 @@ def _arange(_: Values, node: fx.Node) -> Term | None:
     return t.add(first, t.scale(t.slot(0), step))
 
 
+def _eye(values: Values, node: fx.Node) -> Term | None:
+    dims = values._info(node).dim_slots()
+    row, column = (t.slot(s[0]) if s else t.const(0) for s in dims)
+    dtype = node.meta["val"].dtype
+    return convert(t.eq(row, column), torch.bool, dtype)
+
+
 def _constant(value: float | None, position: int = 0) -> Rule:
     def rule(_: Values, node: fx.Node) -> Term | None:
         number = value if value is not None else argument(node, "fill_value")
@@ -484,6 +491,7 @@ def _table() -> dict[str, Rule]:
 
     groups: list[tuple[str, Rule]] = [
         ("arange", _arange),
+        ("eye", _eye),
         ("zeros zeros_like new_zeros", _constant(0)),
         ("ones ones_like new_ones", _constant(1)),
         ("full full_like new_full scalar_tensor", _constant(None)),

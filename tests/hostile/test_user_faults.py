@@ -194,6 +194,43 @@ def test_an_input_with_a_history_is_written_in_place(program: Written, verify: b
 
 # ---------------------------------------------------------------- the report
 
+SEEN = {
+    "earlier keys": lambda query, key: key < query,
+    "keys further on": lambda query, key: (key - query >= 2) & (key - query <= 4),
+    "the others": lambda query, key: key != query,
+    "all but eye": lambda query, key: ~torch.eye(key.shape[1], dtype=torch.bool),
+}
+
+
+@pytest.mark.parametrize("seen", SEEN)
+def test_what_can_never_run_is_not_listed_as_rewritten(seen: str) -> None:
+    """The first query, the last one, or one alone sees no key, and is uniform over padding."""
+
+    def program(m: Model, ids: Tensor, valid: Tensor) -> Tensor:
+        at = torch.arange(ids.shape[1])
+        return pooled(m.attended(m.embed(ids), valid[:, None] & SEEN[seen](at[:, None], at[None]), -1e9), valid)
+
+    report = compared(program, (batch(5, 9, 3), batch(4, 7, 4)), recipe=gemopt.Recipe(min_saving=0.0))
+    if seen in ("earlier keys", "keys further on"):
+        assert report.steps_packed == 2 or not report.rewrites
+        assert not report.steps_padded
+    assert all("only where false" not in reason for reason in report.steps_padded)
+    assert any("hides its own position from every query" in r.reason for r in report.rejections)
+
+
+def test_the_empty_row_set_is_named() -> None:
+    """Left padding: no sequence reaches its first position, but none is empty."""
+
+    def program(m: Model, ids: Tensor, valid: Tensor) -> tuple[Tensor, ...]:
+        seen = torch.arange(ids.shape[1]).flip(0) < valid.sum(1)[:, None]
+        h = m.encoded(ids, seen)
+        return pooled(h, seen), h[:, -1], h[:, 0] * seen[:, 0, None]
+
+    report = compared(program, (*TWO, batch(6, 8, 5, full=True)), recipe=gemopt.Recipe(min_saving=0.0))
+    assert report.steps_packed
+    (reason,) = report.steps_padded
+    assert "pos == 0" in reason and "no sequence has one" in reason
+
 
 def test_an_internal_error_is_reported_in_one_line() -> None:
     def broken(captured: Any, recipe: Any, report: Any) -> None:

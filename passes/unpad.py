@@ -27,6 +27,7 @@ from gemopt.graph.governing import candidate_masks, governing_masks
 from gemopt.graph.layout import Layout
 from gemopt.graph.live import Live
 from gemopt.graph.plan import Plan, impossible
+from gemopt.graph.prologue import UnknownSize
 from gemopt.graph.slots import nodes_in
 from gemopt.graph.terms import Term
 from gemopt.graph.verify import matched_part, verify_plan, verify_site
@@ -41,6 +42,14 @@ _PACKED_OVERHEAD = 1.2
 
 def unpad(captured: Captured, recipe: Any, report: Any) -> Plan | None:
     """Plan the packed form of a captured graph; None where there is nothing to gain."""
+    try:
+        return _planned(captured, recipe, report)
+    except UnknownSize as error:
+        report.reject("graph", "unpad", reason=f"the packed graph would need a size beforehand, and {error}")
+        return None
+
+
+def _planned(captured: Captured, recipe: Any, report: Any) -> Plan | None:
     graph = captured.gm.graph
     known = Analysis(graph, finite_fills=recipe.empty_rows != "eager")
     sites, misses = find_sites(captured.gm, known)

@@ -70,7 +70,7 @@ class Layout:
 
     def __init__(self, live: Live, sites: Iterable[Site], choose: Callable[[Layout], set[fx.Node]] | None = None) -> None:
         self.live, self.known = live, live.known
-        self.sets = RowSets()
+        self.sets = RowSets(self.known.values.told)
         self.rows: dict[fx.Node, Rows] = {}
         self.sides: dict[fx.Node, Sides] = {}
         self.sites = {s.out: s for s in sites}

@@ -7,21 +7,49 @@ then the number of rows of every set. It is the only device-to-host transfer of 
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import Any
 
 import sympy
 import torch
 from torch import fx
-from torch.utils._sympy.functions import FloorDiv, Max, Min, Mod, PythonMod
+from torch.utils._sympy.functions import (
+    CeilToInt,
+    FloatTrueDiv,
+    FloorDiv,
+    FloorToInt,
+    IntTrueDiv,
+    Max,
+    Min,
+    Mod,
+    PythonMod,
+    ToFloat,
+    TruncToInt,
+)
 
 from gemopt.graph import terms as t
 from gemopt.graph.slots import expr_of, is_tensor, shifted_slot
 from gemopt.graph.terms import Term
 
 aten = torch.ops.aten
+
+
+# Sizes by way of floats: ``arange(0, n, 1.0)`` has ``ceil(float(n) / 1.0)`` elements.
+_FLOATS: dict[Any, Callable[..., Any]] = {
+    ToFloat: torch.sym_float,
+    FloatTrueDiv: operator.truediv,
+    IntTrueDiv: operator.truediv,
+    CeilToInt: math.ceil,
+    FloorToInt: math.floor,
+    TruncToInt: math.trunc,
+}
+
+
+class UnknownSize(Exception):
+    """A size that does not follow from the sizes of the inputs: the number of elements that a mask selects."""
 
 
 class Sizes:
@@ -35,9 +63,12 @@ class Sizes:
         self._known: dict[sympy.Expr, fx.Node | int] = {}
 
     def __getitem__(self, expr: sympy.Expr) -> fx.Node | int:
+        """Raises: UnknownSize."""
         expr = self._canonical(sympy.sympify(expr))
         if expr.is_Integer:
             return int(expr)
+        if expr.is_Float:
+            return float(expr)  # type: ignore[return-value]  # a part of a size
         if expr not in self._known:
             self._known[expr] = self._build(expr)
         return self._known[expr]
@@ -71,7 +102,9 @@ class Sizes:
             return self._call(operator.floordiv, self[expr.args[0]], self[expr.args[1]])
         if isinstance(expr, PythonMod | Mod):
             return self._call(operator.mod, self[expr.args[0]], self[expr.args[1]])
-        raise KeyError(f"no input has size {expr}")
+        if expr.func in _FLOATS:
+            return self._call(_FLOATS[expr.func], *(self[a] for a in expr.args))
+        raise UnknownSize(f"no input tells the size {expr}")
 
     def _call(self, target: Any, *args: Any) -> fx.Node:
         """Sizes stand before the first call, so that every later node may use them."""

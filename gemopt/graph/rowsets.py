@@ -7,7 +7,7 @@ of a packed tensor are ordered by sequence, then position: a row's number is the
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import permutations
 
@@ -68,7 +68,9 @@ def _alone(comparison: Term, slot: int) -> bool:
 class RowSets:
     """Interns row sets. The first caller that names the token axis of a predicate decides it."""
 
-    def __init__(self) -> None:
+    def __init__(self, told: Callable[[Iterable[sympy.Expr]], bool] = lambda sizes: True) -> None:
+        """``told``: whether the host can know these sizes before the step runs."""
+        self._told = told
         self._known: dict[tuple[Term, tuple[sympy.Expr, ...]], tuple[RowSet, tuple[int, ...]]] = {}
 
     def of(
@@ -81,6 +83,8 @@ class RowSets:
         """
         slots = sorted({*predicate.slots, *also})
         if not 2 <= len(slots) <= _MAX_AXES or (token is not None and token not in slots):
+            return None
+        if not self._told(sizes[s] for s in slots):
             return None
         form, order = _canonical(predicate, sizes, slots)
         if form not in self._known:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import sympy
@@ -40,12 +40,19 @@ class Values:
         self._representative: dict[Any, fx.Node] = {}
         self._keys: dict[fx.Node, Any] = {}
         self._numbers: dict[str, int] = {}
+        self._told: frozenset[sympy.Symbol] | None = None
         self.leaf_nodes: dict[str, fx.Node] = {}
 
     def __getitem__(self, node: fx.Node) -> Term | None:
         return self._terms.get(node)
 
+    def told(self, sizes: Iterable[sympy.Expr]) -> bool:
+        """Whether the inputs tell these sizes; how many elements a mask selects they do not."""
+        return all(s.free_symbols <= (self._told or frozenset()) for s in sizes)
+
     def visit(self, node: fx.Node) -> None:
+        if self._told is None:
+            self._told = _symbols_of(node.graph.find_nodes(op="placeholder"))
         value = self._term(node)
         if value is not None:
             value = held(value, node.meta["val"].dtype)
@@ -86,7 +93,7 @@ class Values:
         weights = dtype.is_floating_point and weights_rows(node)
         if (dtype.is_floating_point and not weights) or dtype.is_complex or not self._computable(node):
             return None
-        if any(len(dim) > 1 for dim in self._info(node).dims):
+        if any(len(dim) > 1 for dim in self._info(node).dims) or not self.told(self._info(node).sizes):
             return None  # the prologue reads leaves dim by dim
         first = self._representative.setdefault(self._key(node), node)
         self.leaf_nodes[first.name] = first
@@ -111,6 +118,13 @@ class Values:
 
     def _computable(self, node: fx.Node) -> bool:
         return computable(node)
+
+
+def _symbols_of(inputs: Iterable[fx.Node]) -> frozenset[sympy.Symbol]:
+    """The symbols in the sizes of the inputs."""
+    values = [p.meta.get("val") for p in inputs]
+    sizes = [s for v in values for s in (v.shape if isinstance(v, torch.Tensor) else (v,))]
+    return frozenset().union(*(expr_of(s).free_symbols for s in sizes if isinstance(s, torch.SymInt)))
 
 
 def weights_rows(node: fx.Node) -> bool:

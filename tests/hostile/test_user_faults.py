@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gemopt
+from tests.hostile.common import sweep
 
 D = 8
 Forward = Callable[["Model", Tensor, Tensor], Any]
@@ -114,9 +115,52 @@ def channel_attention_by_heads(m: Model, ids: Tensor, valid: Tensor) -> Tensor:
     return pooled(y.permute(0, 3, 1, 2).flatten(2), valid)
 
 
+# ---------------------------------------------------------------- sizes that are data, or go by way of floats
+
+
+def rows_by_nonzero(m: Model, ids: Tensor, valid: Tensor) -> Tensor:
+    h = m.encoded(ids, valid)
+    sequence, position = valid.nonzero(as_tuple=True)
+    return torch.zeros(len(ids), D, dtype=h.dtype).index_add(0, sequence, m.out(h[sequence, position]))
+
+
+def labels_by_nonzero(m: Model, ids: Tensor, valid: Tensor) -> Tensor:
+    """Flat positions; the labels are gathered too."""
+    h, at = m.encoded(ids, valid).flatten(0, 1), valid.flatten().nonzero().squeeze(1)
+    return F.cross_entropy(m.out(h[at]), ids.flatten()[at] % D, reduction="none").sum()
+
+
+def masks_of_selected_rows(m: Model, ids: Tensor, valid: Tensor) -> tuple[Tensor, ...]:
+    """Masks and positions over the rows that a mask has selected."""
+    h = m.encoded(ids, valid)[valid]
+    kept = ids[valid] > 5
+    return (m.out(h) * kept[:, None]).sum(0), h[kept].sum(0), h[-1], h[:1]
+
+
+def positions_as_floats(m: Model, ids: Tensor, valid: Tensor) -> Tensor:
+    seen = torch.arange(0, ids.shape[1], 1.0, dtype=torch.float64) < valid.sum(1)[:, None]
+    return pooled(m.out(m.encoded(ids, seen)), seen)
+
+
+def every_second_row(m: Model, ids: Tensor, valid: Tensor) -> Tensor:
+    """``trunc(0.5 * float(L))`` rows."""
+    h = F.interpolate(m.out(m.embed(ids)).mT, scale_factor=0.5).mT
+    return pooled(h, torch.arange(h.shape[1]) * 2 < valid.sum(1)[:, None])
+
+
 @pytest.mark.parametrize(
     "program",
-    [in_batch_negatives, numbered_tokens, numbered_mask, channel_attention, channel_attention_by_heads],
+    [rows_by_nonzero, positions_as_floats, in_batch_negatives, numbered_mask, channel_attention]
+    + [
+        pytest.param(program, marks=sweep)
+        for program in (
+            labels_by_nonzero,
+            masks_of_selected_rows,
+            every_second_row,
+            numbered_tokens,
+            channel_attention_by_heads,
+        )
+    ],
     ids=lambda p: p.__name__,
 )
 def test_numbers_are_eagers(program: Forward) -> None:
@@ -126,7 +170,11 @@ def test_numbers_are_eagers(program: Forward) -> None:
 # ---------------------------------------------------------------- dropout of whole rows
 
 
-@pytest.mark.parametrize("kind", [nn.FeatureAlphaDropout, nn.AlphaDropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d])
+@pytest.mark.parametrize(
+    "kind",
+    [nn.FeatureAlphaDropout, nn.Dropout1d]
+    + [pytest.param(kind, marks=sweep) for kind in (nn.AlphaDropout, nn.Dropout2d, nn.Dropout3d)],
+)
 def test_dropout_of_whole_rows_draws_as_eager_does(kind: type[nn.Module]) -> None:
     """One draw decides a whole row. Packed, rows would be columns of one sample, or other rows would fall together."""
     drop = kind(0.5)
@@ -169,9 +217,16 @@ def valid_rows_replaced(h: Tensor, valid: Tensor, layer: nn.Linear) -> Any:
     return pooled(layer(h), valid)
 
 
-@pytest.mark.parametrize("verify", [False, True], ids=["", "verify"])
+WRITTEN = [masked_in_place, shifted_into_itself, attended_then_written, valid_rows_replaced]
+
+
 @pytest.mark.parametrize(
-    "program", [masked_in_place, shifted_into_itself, attended_then_written, valid_rows_replaced], ids=lambda p: p.__name__
+    ("program", "verify"),
+    [
+        pytest.param(p, verify, marks=() if verify == (p is attended_then_written) else sweep, id=f"{p.__name__}-{verify}")
+        for p in WRITTEN
+        for verify in (False, True)
+    ],
 )
 def test_an_input_with_a_history_is_written_in_place(program: Written, verify: bool) -> None:
     torch.manual_seed(0)
@@ -202,7 +257,7 @@ SEEN = {
 }
 
 
-@pytest.mark.parametrize("seen", SEEN)
+@pytest.mark.parametrize("seen", ["earlier keys", "keys further on", "all but eye", pytest.param("the others", marks=sweep)])
 def test_what_can_never_run_is_not_listed_as_rewritten(seen: str) -> None:
     """The first query, the last one, or one alone sees no key, and is uniform over padding."""
 

@@ -28,6 +28,7 @@ from torch import fx
 
 from gemopt.graph import terms as t
 from gemopt.graph.attention import Site, same_block, score_slots
+from gemopt.graph.finite import overflowing
 from gemopt.graph.live import Live, is_point
 from gemopt.graph.prologue import writable
 from gemopt.graph.rowsets import Rows, RowSet, RowSets
@@ -83,6 +84,12 @@ class Layout:
                 if rows is not None:
                     self.rows[node] = rows
         self.packed: set[fx.Node] = self.closed((choose or Layout.cut)(self))
+        while overflow := overflowing(self):
+            for node in overflow:
+                del self.rows[node]
+                if self.sides.pop(node, None) is not None:
+                    self.refused[node] = "an op behind it may overflow in rows that nobody needs"
+            self.packed = self.closed((choose or Layout.cut)(self) & self.rows.keys())
 
     # ------------------------------------------------------------ candidates
 

@@ -133,7 +133,8 @@ def _settled(
 
     1. By the root mean square over `_DRAWS` draws of parameters and inputs, as `settle` does it. Within the bound: rounding.
     2. Else the same program in fp64, in three draws, must be rewritten in the same way, run packed where it did, and agree
-       with eager to nine digits, to six where it ran padded. A wrong row, mask, index, sign or gradient is as wrong there. If it does not: wrong.
+       with eager to nine digits, to six where it ran padded. A wrong row, mask, index, sign or gradient is as wrong there.
+       If it does not: wrong.
     3. Else up to `_MOST_DRAWS` draws of the cases in doubt. A bf16 step that flips a ReLU moves a whole row, so that a few
        draws make up the sum, on either side. Within the bound: rounding.
     4. Else the errors are really larger than twice eager's, and not by the logic: another order of sums cancels less. Up to

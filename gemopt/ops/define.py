@@ -48,14 +48,12 @@ class Op:
 
         class Differentiable(torch.autograd.Function):
             @staticmethod
-            def forward(*args: Any) -> Any:
+            def forward(ctx: Any, *args: Any) -> Any:
                 with torch._C._AutoDispatchBelowAutograd():
-                    return kernel(*args)
-
-            @staticmethod
-            def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-                if setup is not None:
-                    setup(ctx, inputs, output)
+                    output = kernel(*args)
+                    if setup is not None:
+                        setup(ctx, args, output)
+                    return output
 
         Differentiable.backward = staticmethod(backward)  # type: ignore[assignment]
         Differentiable.__name__ = Differentiable.__qualname__ = self.base

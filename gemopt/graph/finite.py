@@ -24,6 +24,8 @@ _FINITE_KINDS = frozenset(
     + ["triangle", "boolean_index", "source"]
 )
 _NAMES = """
+    gather index_select take_along_dim index select slice narrow cat concat stack repeat repeat_interleave roll expand
+    view reshape permute transpose flatten unflatten squeeze unsqueeze embedding linear matmul mm bmm baddbmm addmm einsum
     add sub rsub neg mul square abs sign lerp addcmul clone contiguous detach alias to _to_copy type_as lift_fresh_copy
     dropout bernoulli rand_like randn_like zeros_like ones_like full_like where masked_fill nan_to_num tril triu flip
     clamp clamp_min clamp_max clip minimum maximum relu relu6 leaky_relu elu selu celu gelu silu mish softplus hardtanh
@@ -41,7 +43,8 @@ _FINITE = frozenset(f"aten.{name}" for name in _NAMES.split())
 def overflowing(layout: Layout) -> set[fx.Node]:
     """Packed nodes whose dead rows may become infinite, or NaN, in some padded op."""
     gone = {n for out, site in layout.sites.items() if layout.attended(out) for n in site.interior}
-    unlike: dict[fx.Node, set[fx.Node]] = {n: {n} for n in layout.packed}  # those behind what is unlike eager in dead rows
+    # What is unlike eager in dead rows, and the packed nodes behind it.
+    unlike: dict[fx.Node, set[fx.Node]] = {n: {n} for n in layout.packed if not _filled_as_in_eager(n, layout)}
     found: set[fx.Node] = set()
     for node in layout.known.infos:  # in graph order
         if node in layout.packed or node in gone or layout.live.need(node) == t.TRUE:
@@ -54,6 +57,12 @@ def overflowing(layout: Layout) -> set[fx.Node]:
         else:
             found.update(*behind.values())
     return found
+
+
+def _filled_as_in_eager(node: fx.Node, layout: Layout) -> bool:
+    """Whether the tensor's fact, with which its dead rows are filled, holds of all of them."""
+    fact = layout.known.facts.get(node)
+    return fact is not None and t.implies(t.not_(layout.live.need(node)), fact.where)
 
 
 def _keeps_finite(node: fx.Node, unlike: set[fx.Node], layout: Layout) -> bool:

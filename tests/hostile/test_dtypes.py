@@ -8,7 +8,7 @@ import torch
 from ..models import CASES
 from ..models.registry import DIM, valid_mask
 from ..models.towers import FloatTokens
-from .common import batch_of, compiled, path, same, sequence_model
+from .common import batch_of, compiled, path, same, sequence_model, sweep
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ def test_dtypes(dtype, attend):
     assert path(result) == "packed"
 
 
-@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+@pytest.mark.parametrize("inner", ["eager", pytest.param("aot_eager", marks=sweep)])
 def test_ambient_autocast(inner):
     model = sequence_model(fill="inf", pool="last_gather")
     subject = compiled(model, inner)

@@ -24,7 +24,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from gemopt.graph.attention import Site
-from gemopt.graph.emit import stride_rank
+from gemopt.graph.emit import stride_order
 from gemopt.graph.facts import Analysis
 from gemopt.graph.insert import insert
 from gemopt.graph.slots import Access, argument, is_tensor, op_name, shape_of
@@ -228,7 +228,7 @@ def _laid_out(graph: fx.Graph, node: fx.Node, result: fx.Node) -> fx.Node:
     pairs = zip(want.shape, want.stride(), have.stride(), strict=True)
     if all(statically_known_true(n == 1) or statically_known_true(a == b) for n, a, b in pairs):
         return result
-    order = sorted(range(want.ndim), key=lambda d: stride_rank(want, d))
+    order = stride_order(want)
     turned = insert(graph, node, aten.permute.default, result, order)
     dense = insert(graph, node, aten.clone.default, turned, memory_format=torch.contiguous_format)
     return insert(graph, node, aten.permute.default, dense, [order.index(d) for d in range(want.ndim)])

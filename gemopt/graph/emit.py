@@ -106,7 +106,7 @@ class Emitter:
             return self._strided(node, result)
         if made_here and is_tensor(node) and not node.meta["val"].is_contiguous():
             value = node.meta["val"]
-            order = sorted(range(value.ndim), key=lambda d: stride_rank(value, d))
+            order = stride_order(value)
             inverse = [order.index(d) for d in range(value.ndim)]
             result = self.call(aten.permute.default, result, order)
             result = self.call(aten.clone.default, result, memory_format=torch.contiguous_format)
@@ -474,7 +474,7 @@ def _dense(value: torch.Tensor) -> bool:
     """Whether the elements fill their storage span, in some order of dims."""
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-    order = sorted(range(value.ndim), key=lambda d: stride_rank(value, d))
+    order = stride_order(value)
     expected: Any = 1
     for d in reversed(order):
         if not statically_known_true(value.shape[d] == 1) and not statically_known_true(value.stride(d) == expected):
@@ -483,7 +483,12 @@ def _dense(value: torch.Tensor) -> bool:
     return True
 
 
-def stride_rank(value: torch.Tensor, d: int) -> tuple[float, int]:
+def stride_order(value: torch.Tensor) -> list[int]:
+    """The dims from the outermost (largest stride) to the innermost."""
+    return sorted(range(value.ndim), key=lambda d: _stride_rank(value, d))
+
+
+def _stride_rank(value: torch.Tensor, d: int) -> tuple[float, int]:
     """Sort key that puts the outermost dim (largest stride) first, without guarding on symbols."""
     stride = value.stride(d)
     inner = sum(_certainly_at_least(value.stride(e), stride) for e in range(value.ndim) if e != d)

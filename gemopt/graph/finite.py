@@ -49,7 +49,7 @@ def overflowing(layout: Layout) -> set[fx.Node]:
     for node in layout.known.infos:  # in graph order
         if node in layout.packed or node in gone or layout.live.need(node) == t.TRUE:
             continue
-        behind = {o: unlike[o] for o in layout._operands(node) if o in unlike}
+        behind = {o: unlike[o] for o in layout.operands(node) if o in unlike}
         if not behind:
             continue
         if _keeps_finite(node, set(behind), layout):

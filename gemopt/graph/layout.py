@@ -83,13 +83,14 @@ class Layout:
                 rows = self._rows(node, info)
                 if rows is not None:
                     self.rows[node] = rows
-        self.packed: set[fx.Node] = self.closed((choose or Layout.cut)(self))
+        choose = choose or Layout.cut
+        self.packed: set[fx.Node] = self.closed(choose(self))
         while overflow := overflowing(self):
             for node in overflow:
                 del self.rows[node]
                 if self.sides.pop(node, None) is not None:
                     self.refused[node] = "an op behind it may overflow in rows that nobody needs"
-            self.packed = self.closed((choose or Layout.cut)(self) & self.rows.keys())
+            self.packed = self.closed(choose(self))
 
     # ------------------------------------------------------------ candidates
 
@@ -192,10 +193,10 @@ class Layout:
     # ------------------------------------------------------------ the cut
 
     def closed(self, chosen: set[fx.Node]) -> set[fx.Node]:
-        """With every packable node that reads a packed one."""
-        packed = set(chosen)
+        """The packable ones among these nodes, with every packable node that reads a packed one."""
+        packed = chosen & self.rows.keys()
         for node in self.known.infos:  # in graph order
-            if node in self.rows and any(operand in packed for operand in self._operands(node)):
+            if node in self.rows and any(operand in packed for operand in self.operands(node)):
                 packed.add(node)
         return packed
 
@@ -210,7 +211,7 @@ class Layout:
             network.add_edge("packed", node, capacity=work)
             network.add_edge(node, "padded", capacity=_FILL * work)
         for node in self.rows:
-            for operand in set(self._operands(node)):
+            for operand in set(self.operands(node)):
                 cost = _bytes(operand, self.rows[node], self.known.info(operand))
                 if operand in self.rows:
                     network.add_edge(operand, node)
@@ -231,7 +232,7 @@ class Layout:
             return True
         return user.op == "call_function" and user in self.known.infos and self.known.info(user).kind in _ABSORBING
 
-    def _operands(self, node: fx.Node) -> list[fx.Node]:
+    def operands(self, node: fx.Node) -> list[fx.Node]:
         site = self.sites.get(node)
         if site:
             return [site.q, site.k, site.v, *(j.node for j in site.joined if is_tensor(j.node))]
@@ -241,7 +242,7 @@ class Layout:
         """Byte equivalents per row."""
         info = self.known.info(node)
         rows = self.rows[node]
-        moved = _bytes(node, rows, info) + sum(_bytes(o, rows, self.known.info(o)) for o in self._operands(node))
+        moved = _bytes(node, rows, info) + sum(_bytes(o, rows, self.known.info(o)) for o in self.operands(node))
         if info.kind in ("view", "expand"):
             moved = 0.01
         flops = 0.0

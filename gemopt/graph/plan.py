@@ -33,6 +33,8 @@ from gemopt.kernels import memo
 
 aten = torch.ops.aten
 
+_OFFSETS = ("offsets", "blocks", "regular")
+
 
 @dataclass(frozen=True)
 class Bit:
@@ -272,7 +274,8 @@ class Plan:
                     if s not in counts:
                         counts[s] = env.create_unbacked_symint()
                         # No lower bound above 0: 2 would answer what shape functions of torch 2.11 ask (logsumexp's), but
-                        # then its inductor fuses reductions on a GPU that it cannot size.
+                        # then its inductor fused reductions on a GPU that it could not size (not tried since the backend
+                        # tells it how to split them).
                         torch._check(counts[s] >= 0)
                         likely = likely_rows(s, env.backed_var_to_val)
                         if likely is not None:
@@ -354,16 +357,15 @@ class Plan:
             elif e.kind == "repack":
                 assert e.target is not None
                 filled.append(inside(tensors[self._slots["rank", e.set]][index[e.target]], counts[e.set] - 1))
-            elif e.kind == "gather":
-                filled.append(inside(tensors[self._slots[e]], counts[e.set] - 1))
             elif e.kind == "regular":
-                filled.append(memo.constant(tensors[self._slots[e]]))
-            elif e.kind in ("offsets", "blocks"):
-                filled.append(memo.constant(inside(tensors[self._slots[e]], counts[e.set])))
+                filled.append(tensors[self._slots[e]])
+            elif e.kind in ("offsets", "blocks", "gather"):
+                filled.append(inside(tensors[self._slots[e]], counts[e.set] - (e.kind == "gather")))
             else:
                 if e.set not in coordinates:
                     coordinates[e.set] = self._coordinates(index[e.set], e.set, tensors)
                 filled.append(coordinates[e.set][e.axis if e.kind == "axis" else -1])
+        memo.vouch_for(*(x for e, x in zip(self.extras, filled, strict=True) if e.kind in _OFFSETS))
         return tuple(filled)
 
     def _coordinates(self, index: Tensor, s: RowSet, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:

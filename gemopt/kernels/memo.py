@@ -19,13 +19,13 @@ T = TypeVar("T")
 _KEPT: dict[int, tuple[StorageWeakRef, dict[Hashable, tuple[StorageWeakRef, Any]]]] = {}
 
 
-def constant(offsets: Tensor) -> Tensor:
-    """Vouch that nobody writes to the memory of `offsets` until the step that begins now is over; returns them."""
+def vouch_for(*offsets: Tensor) -> None:
+    """Vouch that nobody writes to the memory of these offsets until the step that begins now is over."""
     for address in [a for a, (storage, _) in list(_KEPT.items()) if storage.expired()]:
         _KEPT.pop(address, None)
-    storage = StorageWeakRef(offsets.untyped_storage())
-    _KEPT[storage.cdata] = (storage, {})
-    return offsets
+    for x in offsets:
+        storage = StorageWeakRef(x.untyped_storage())
+        _KEPT[storage.cdata] = (storage, {})
 
 
 def remembered(x: Tensor, y: Tensor, key: Hashable, make: Callable[[], T]) -> T:

@@ -1,12 +1,12 @@
 """Define a custom op that costs a compiled graph one dispatch.
 
 `torch.library.custom_op` sends every call through Python four times (autograd, its wrapper, two redispatches), also where
-a compiled graph calls it, in which autograd has nothing to do: 0.15 ms a call on one core, twice a layer. Here an op is two:
+a compiled graph calls it, in which autograd has nothing to do (ARCHITECTURE.md has the cost). Here an op is two:
 
     gemopt::<name>_<hash>           what graphs are written with; its autograd kernel decides whether a gradient is needed
     gemopt::<name>_kernel_<hash>    the kernels, known to nobody above autograd; what AOTAutograd finds when it traces
 
-so that compiled code calls the second one, whose cost is one dispatch (0.04 ms).
+so that compiled code calls the second one, whose cost is one dispatch.
 """
 
 from collections.abc import Callable
@@ -70,9 +70,9 @@ class Op:
 
 
 def _define(base: str, schema: str) -> torch._ops.OpOverload:
-    name = op_name(base)
-    _LIBRARY.define(name.removeprefix(f"{NAMESPACE}::") + schema, tags=(torch.Tag.pt2_compliant_tag,))
-    return getattr(getattr(torch.ops, NAMESPACE), name.removeprefix(f"{NAMESPACE}::")).default  # type: ignore[no-any-return]
+    name = op_name(base).removeprefix(f"{NAMESPACE}::")
+    _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+    return getattr(getattr(torch.ops, NAMESPACE), name).default  # type: ignore[no-any-return]
 
 
 def _not_differentiable(base: str) -> Callable[..., Any]:

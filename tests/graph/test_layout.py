@@ -80,7 +80,7 @@ def test_packed_nodes_are_closed_under_reading(planned):
         packed = Layout(live, live.sites.values(), choose).packed
         assert packed <= set(layout.rows)
         for node in layout.rows:
-            if any(operand in packed for operand in layout._operands(node)):
+            if any(operand in packed for operand in layout.operands(node)):
                 assert node in packed
 
 

@@ -39,18 +39,15 @@ DTYPES = {
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, kind: str = "") -> None:
         super().__init__()
+        self.kind = kind
         self.embed = nn.Embedding(40, 8)
         self.linear = nn.Linear(8, 8)
 
 
 class Written(Model):
     """Its projection is written under no_grad, by `WRITES[kind]`, after a mask or before it."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.kind = kind
 
     def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
         valid = torch.arange(ids.shape[1]) < lengths[:, None]
@@ -63,10 +60,6 @@ class Written(Model):
 class Kept(Model):
     """Weights of a sum that an in-place op has left in their dtype."""
 
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.kind = kind
-
     def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
         valid = torch.arange(ids.shape[1]) < lengths[:, None]
         w = DTYPES[self.kind](ids, valid)
@@ -75,13 +68,11 @@ class Kept(Model):
 
 
 class Counted(Model):
-    def __init__(self, option: str) -> None:
-        super().__init__()
-        self.option = option
+    """Its ids are looked up with the option `kind`."""
 
     def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
         valid = torch.arange(ids.shape[1]) < lengths[:, None]
-        x = F.embedding(ids, self.embed.weight, **{self.option: True})
+        x = F.embedding(ids, self.embed.weight, **{self.kind: True})
         return (self.linear(x) * valid[..., None]).sum(1)
 
 

@@ -17,6 +17,11 @@ def offsets(*values: int) -> Tensor:
     return torch.tensor(values)
 
 
+def vouched(x: Tensor) -> Tensor:
+    memo.vouch_for(x)
+    return x
+
+
 def sums(x: Tensor, y: Tensor, calls: list[int], key: str = "sum") -> Tensor:
     def make() -> Tensor:
         calls.append(1)
@@ -26,7 +31,7 @@ def sums(x: Tensor, y: Tensor, calls: list[int], key: str = "sum") -> Tensor:
 
 
 def test_kept_for_the_same_two_offsets_alone() -> None:
-    x, y, z, calls = memo.constant(offsets(0, 3, 5)), memo.constant(offsets(0, 1, 4)), memo.constant(offsets(0, 2)), []
+    x, y, z, calls = vouched(offsets(0, 3, 5)), vouched(offsets(0, 1, 4)), vouched(offsets(0, 2)), []
     pairs = [(x, y), (y, x), (x, x), (x[:2], z), (x.to(torch.int32), y)]
     for _ in range(2):
         for a, b in pairs:
@@ -37,7 +42,7 @@ def test_kept_for_the_same_two_offsets_alone() -> None:
 
 
 def test_nothing_is_kept_of_offsets_that_nobody_vouches_for() -> None:
-    x, y, calls = offsets(0, 3), memo.constant(offsets(0, 1)), []
+    x, y, calls = offsets(0, 3), vouched(offsets(0, 1)), []
     for _ in range(2):
         sums(x, y, calls)
         sums(y, x, calls)
@@ -48,20 +53,20 @@ def test_a_new_step_may_hold_other_lengths_in_the_same_memory() -> None:
     x, calls = offsets(0, 3, 5), []
     for values in ((0, 3, 5), (0, 1, 2)):
         x.copy_(offsets(*values))
-        memo.constant(x)
+        vouched(x)
         for _ in range(2):
             assert sums(x, x, calls).tolist() == [3 * v for v in values]
     assert len(calls) == 2
 
 
 def test_memory_that_was_freed_and_taken_again_is_another() -> None:
-    x = memo.constant(offsets(*range(50)))
+    x = vouched(offsets(*range(50)))
     for i in range(50):
-        y = memo.constant(torch.full((50,), i))
+        y = vouched(torch.full((50,), i))
         assert sums(x, y, [])[0] == 2 * i
         del y
     gc.collect()
-    memo.constant(x)
+    vouched(x)
     assert len(memo._KEPT) == 1
 
 
@@ -89,5 +94,5 @@ def test_layers_and_directions_share(monkeypatch: pytest.MonkeyPatch, backend: s
     torch._dynamo.reset()
     run = torch.compile(layers, backend=backend)
     for lengths in ((0, 3, 7), (0, 0, 7)):
-        run(torch.randn(7, 2, 8, requires_grad=True), memo.constant(offsets(*lengths))).sum().backward()
+        run(torch.randn(7, 2, 8, requires_grad=True), vouched(offsets(*lengths))).sum().backward()
     assert len(calls) == 2

@@ -14,6 +14,7 @@ offset), whose results are nobody else's to write.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import triton
@@ -120,27 +121,24 @@ def tile_list(x_offsets: Tensor, y_offsets: Tensor, x_rows: int, block: int, in_
 
     `in_order` lists sequence by sequence, for work that is equal in all tiles.
     """
-    return _build(x_offsets, y_offsets, x_rows, 0, block, in_order, False)
+    return _kept(x_offsets, y_offsets, x_rows, 0, block, in_order, False)
 
 
 def sequence_list(x_offsets: Tensor, y_offsets: Tensor, x_rows: int, y_rows: int) -> TileList:
     """Whole sequences, with the sizes of both packed axes; `block` of the result is 0."""
-    return _build(x_offsets, y_offsets, x_rows, y_rows, 0, False, True)
+    return _kept(x_offsets, y_offsets, x_rows, y_rows, 0, False, True)
 
 
-def _build(
-    x_offsets: Tensor, y_offsets: Tensor, x_rows: int, y_rows: int, block: int, in_order: bool, whole: bool
-) -> TileList:
-    def make() -> TileList:
-        return _write(x_offsets, y_offsets, x_rows, y_rows, block, in_order, whole)
-
+def _kept(x_offsets: Tensor, y_offsets: Tensor, *form: int) -> TileList:
+    """`_build`, once for a batch on a GPU."""
+    make = partial(_build, x_offsets, y_offsets, *form)
     if not x_offsets.is_cuda:
         return make()
     stream = torch.cuda.current_stream(x_offsets.device).cuda_stream  # what one stream wrote, another may not see yet
-    return remembered(x_offsets, y_offsets, (stream, x_rows, y_rows, block, in_order, whole), make)
+    return remembered(x_offsets, y_offsets, (stream, *form), make)
 
 
-def _write(
+def _build(
     x_offsets: Tensor, y_offsets: Tensor, x_rows: int, y_rows: int, block: int, in_order: bool, whole: bool
 ) -> TileList:
     batch = x_offsets.shape[0] - 1

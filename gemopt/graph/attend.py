@@ -86,7 +86,8 @@ class _Attention:
         elif site.score == "leaky_relu" and site.slope != LEAK:
             out = self._leaky(q, k, v, options)
         else:
-            out = e.call(ops.gdpa, q, k, v, *self._bounds(), activation=site.score, post_scale=site.post_scale, **options)
+            names = site.score if site.by_head is None else site.by_head.over(self.heads, site.sizes)
+            out = e.call(ops.gdpa, q, k, v, *self._bounds(), activation=names, post_scale=site.post_scale, **options)
         if site.score == "softmax" and site.post_scale != 1.0:
             out = e.call(aten.mul.Tensor, out, site.post_scale)
         for factor in site.factors:

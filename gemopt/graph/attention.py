@@ -12,6 +12,7 @@ can express.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -89,6 +90,20 @@ class Joined:
 
 
 @dataclass(frozen=True)
+class ByHead:
+    """Activations that differ along one axis of heads: a name for each index of a score slot."""
+
+    slot: int
+    names: tuple[str, ...]
+
+    def over(self, heads: Sequence[int], sizes: Sequence[sympy.Expr]) -> list[str]:
+        """A name for each head of these axes, row-major."""
+        inner = math.prod(int(sizes[h]) for h in heads[heads.index(self.slot) + 1 :])
+        outer = math.prod(int(sizes[h]) for h in heads[: heads.index(self.slot)])
+        return [name for _ in range(outer) for name in self.names for _ in range(inner)]
+
+
+@dataclass(frozen=True)
 class Site:
     """One attention. ``*_exprs`` give operand slots over score slots (None: the contracted feature axis).
 
@@ -114,7 +129,8 @@ class Site:
     interior: tuple[fx.Node, ...] = field(default=())
     sizes: tuple[sympy.Expr, ...] = ()  # of the score slots
     widths: sympy.Expr = sympy.S.Zero  # Dqk + Dv
-    score: str = "softmax"
+    score: str = "softmax"  # with ``by_head``, its names joined
+    by_head: ByHead | None = None
     slope: float = LEAK  # of a leaky_relu
     post_scale: float = 1.0
     biases: tuple[Joined, ...] = ()

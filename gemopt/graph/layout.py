@@ -143,6 +143,10 @@ class Layout:
             return
         queries = self._query_side(site, rows) if rows is not None else None
         sequences = (queries or keys).axes[:-1]  # type: ignore[union-attr]
+        heads = site.batch - set(sequences)
+        if site.by_head and not (site.by_head.slot in heads and all(site.sizes[h].is_Integer for h in heads)):
+            self.refused[site.out] = "activations differ by head, and so do the live rows"
+            return
         self.sides[site.out] = Sides(
             queries or self._whole(site, sequences, site.query), keys or self._whole(site, sequences, site.key), dense, block
         )

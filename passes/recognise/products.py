@@ -77,17 +77,20 @@ def leads_to_score_function(node: fx.Node, known: Analysis) -> bool:
 
 
 def behind(node: fx.Node, known: Analysis) -> Iterator[fx.Node]:
-    """What element-wise steps, views and softmaxes lead back to, products included."""
-    stack: list[fx.Node] = [node]
+    """What element-wise steps, views and softmaxes lead back to, products included. Behind heads that are joined, the parts
+    of the heads too."""
+    stack: list[tuple[fx.Node, tuple[str, ...]]] = [(node, ("pointwise", "view", "expand", "cat", "stack"))]
     seen: set[fx.Node] = set()
     while stack and len(seen) < _LONGEST_WALK:
-        n = stack.pop()
+        n, passed = stack.pop()
         if n in seen or not is_tensor(n) or n not in known.infos or not n.meta["val"].dtype.is_floating_point:
             continue
         seen.add(n)
         yield n
-        if product(n, known) is None and (known.info(n).kind in ("pointwise", "view", "expand") or "softmax" in op_name(n)):
-            stack += [a.operand for a in known.operands(n)]
+        kind = known.info(n).kind
+        if product(n, known) is None and (kind in passed or "softmax" in op_name(n)):
+            parts = ("slice", "select") if kind in ("cat", "stack") else ()
+            stack += [(a.operand, passed + parts) for a in known.operands(n)]
 
 
 def is_weight(node: fx.Node) -> bool:
@@ -214,7 +217,8 @@ def _assemble(walk: Walk, inner: Product, outer: Product, weights: Access, value
         out=out, q=q.operand, k=k_operand, v=v_operand, q_exprs=q.exprs, k_exprs=k_exprs, v_exprs=v_exprs,
         out_slots=out_slots, query=query, key=key, mask=mask, scale=walk.scale, dropout=walk.dropout, fill=walk.fill,
         spelling=f"{op_name(inner.node)} -> {walk.score} -> {op_name(out)}", score_dtype=inner.node.meta["val"].dtype,
-        interior=tuple(dict.fromkeys(interior)), score=walk.score, slope=walk.slope, post_scale=walk.post_scale, sizes=sizes,
+        interior=tuple(dict.fromkeys(interior)), score=walk.score, by_head=walk.by_head, slope=walk.slope,
+        post_scale=walk.post_scale, sizes=sizes,
         widths=widths(q.exprs, known.info(q.operand), out_slots, known.info(out)),
         biases=tuple(walk.biases), factors=tuple(walk.factors), q_factors=tuple(walk.q_factors),
     )  # fmt: skip

@@ -75,8 +75,8 @@ def apply_fill(walk: Walk, node: fx.Node, fill: float) -> None:
         raise NoMatch(node, "masked scores are scaled by a tensor afterwards, so that their value is not known")
     effective = fill * walk.scale + sum(map(_largest, [(walk, b) for b in walk.biases]))
     if walk.score != "softmax":
-        if walk.biases or not _vanishes(walk.score, effective, node.meta["val"].dtype):
-            raise NoMatch(node, f"masked scores are set to {fill:g}, which {walk.score} does not turn into 0")
+        if walk.biases or not _vanishes(walk, effective):
+            raise NoMatch(node, f"masked scores are set to {fill:g}, which does not become 0 by {walk.score}")
         return
     if not _hides(fill, effective):
         raise NoMatch(
@@ -134,9 +134,10 @@ def _may_be_low(bias: fx.Node, known: Analysis) -> bool:
     return False
 
 
-def _vanishes(activation: str, score: float, dtype: torch.dtype) -> bool:
-    """In fp64 too, which is what numbers are compared with."""
-    return all(float(activate(activation, torch.tensor(score, dtype=d))) == 0 for d in (dtype, torch.float64))
+def _vanishes(walk: Walk, score: float) -> bool:
+    """Whether a score becomes the weight 0, in fp64 too, which is what numbers are compared with."""
+    dtypes = (walk.at.meta["val"].dtype, torch.float64)
+    return all(float(activate(name, torch.tensor(score, dtype=d))) == 0 for name in walk.scores for d in dtypes)
 
 
 # ---------------------------------------------------------------- scales
@@ -175,7 +176,7 @@ def _masked_product(walk: Walk) -> bool:
         term, access = walk.term_of(1 - position), walk.access_of(position)
         if term is None or access is None or not is_binary(term) or walk.key not in term.slots or walk.biases:
             continue
-        if not _vanishes(walk.score, 0.0, walk.at.meta["val"].dtype):
+        if not _vanishes(walk, 0.0):
             continue
         walk.mask = t.and_(walk.mask, t.truth(term))
         walk.move(access)

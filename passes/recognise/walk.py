@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from gemopt.graph import terms as t
-from gemopt.graph.attention import LEAK, Joined, atoms
+from gemopt.graph.attention import LEAK, ByHead, Joined, atoms
 from gemopt.graph.facts import Analysis
 from gemopt.graph.slots import Access, Exprs, is_tensor, nodes_in, op_name
 from gemopt.graph.terms import Term
@@ -62,6 +62,7 @@ class Walk:
     sizes: tuple[sympy.Expr, ...]  # of the score slots
     key: int
     score: str = ""  # "" until the score function is met
+    by_head: ByHead | None = None  # where heads have score functions of their own
     slope: float = LEAK  # of a leaky_relu
     mask: Term = t.TRUE
     weight_mask: Term = t.TRUE  # conjuncts met after the score function
@@ -74,6 +75,11 @@ class Walk:
     factors: list[Joined] = field(default_factory=list)
     q_factors: list[Joined] = field(default_factory=list)
     interior: list[fx.Node] = field(default_factory=list)
+
+    @property
+    def scores(self) -> tuple[str, ...]:
+        """Every score function that was met."""
+        return (self.score,) if self.by_head is None else self.by_head.names
 
     def move(self, access: Access) -> None:
         """Step to an operand."""

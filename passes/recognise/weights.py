@@ -12,6 +12,7 @@ from torch import fx
 from gemopt.graph import terms as t
 from gemopt.graph.slots import Access, Exprs, argument, is_tensor, op_name
 from gemopt.graph.terms import Term
+from gemopt.passes.recognise.heads import step_by_head
 from gemopt.passes.recognise.walk import CASTS, MASK_HINT, VIEWS, NoMatch, Walk, compose, is_binary, slots_of
 
 _SOFTMAX = ("aten.softmax", "aten._softmax", "aten.special_softmax")
@@ -34,6 +35,9 @@ def step_weights(walk: Walk) -> bool:
     if not is_tensor(node):
         return False
     if _score_function(walk) or walk.step_pointwise_view():
+        return True
+    if walk.known.info(node).kind in ("cat", "stack"):
+        step_by_head(walk, step_weights)
         return True
     if walk.known.info(node).kind != "pointwise":
         return False

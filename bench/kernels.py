@@ -3,11 +3,13 @@
     python bench/kernels.py                      # the whole grid
     python bench/kernels.py --cells gdpa-jagged,block --rounds 1
     python bench/kernels.py --peer my_peer.py    # with contestants(cell, data) -> {name: {"forward": f, "backward": g}}
+    python bench/kernels.py --plot-only          # docs/kernels.png and docs/roofline.png from bench/results; no GPU needed
 
 Protocol: matrix kernels of this kind run into the board's power limit, and the clock falls as they warm the chip. So all
-contestants of a cell and a cuBLAS product of 8192³ take turns in one process, each for at least --milliseconds at a time,
---rounds times, after a warm-up; what counts is the ratio of medians within a cell. Launches are replayed as CUDA graphs
-where a contestant can be captured: host time is not measured here. Clock and power are read after every round.
+contestants of a cell, a cuBLAS product of 8192³ and a copy of 1 GiB take turns in one process, each for at least
+--milliseconds at a time, --rounds times, after a warm-up; what counts is the ratio of medians within a cell. Launches are
+replayed as CUDA graphs where a contestant can be captured: host time is not measured here. Clock and power are read after
+every round.
 
 FLOPs are those the result needs: 4·H·D·Σ visible pairs forward, 2.5 times that backward. Bytes count every tensor once.
 """
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import statistics
 import subprocess
 import sys
@@ -29,7 +32,8 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench._harness import record_results
+from bench import _harness, _kernel_plots
+from bench._kernel_plots import COPY, CUBLAS
 from gemopt.kernels.spec import AttentionSpec
 from gemopt.ops import pffn
 from gemopt.ops.dispatch import attention_kernels
@@ -380,21 +384,22 @@ def run_cell(name: str, cell: Cell, peers: list[Any], milliseconds: float, round
     data = draw(cell)
     flops = 4 * cell.heads * cell.dim * pairs(cell, data)
     square = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    copied = torch.zeros(2, 2**30, device="cuda", dtype=torch.uint8)
     found = contestants(cell, data, peers)
     records = []
     for direction, factor in (("forward", 1.0), ("backward", 2.5)):
-        runs = {"cublas-8192": lambda: square @ square} | {
-            who: way[direction] for who, way in found.items() if direction in way
-        }
+        runs = {CUBLAS: lambda: square @ square} | {who: way[direction] for who, way in found.items() if direction in way}
+        runs[COPY] = lambda: copied[1].copy_(copied[0])
         times, boards, captured = measure(runs, milliseconds, rounds, cell.op == "attention")
         middle = {who: statistics.median(t) for who, t in times.items()}
+        copy_rate = 2 * 2**30 / middle.pop(COPY) / 1e9
         rate = {who: factor * flops / ms / 1e9 for who, ms in middle.items()}
-        rate["cublas-8192"] = 2 * 8192**3 / middle["cublas-8192"] / 1e9
+        rate[CUBLAS] = 2 * 8192**3 / middle[CUBLAS] / 1e9
         queries, keys = data.q.numel() * 2, data.k.numel() * 2
         bytes_ = (2 * queries + 2 * keys) if direction == "forward" else (3 * queries + 4 * keys)
         for who, ms in middle.items():
-            speed = f"{ms:9.3f} ms {rate[who]:7.1f} TFLOP/s {rate[who] / rate['cublas-8192']:5.2f} of cuBLAS"
-            print(f"{name:20} {direction:9} {who:26} {speed} {bytes_ / ms / 1e9:5.2f} TB/s", flush=True)
+            speed = f"{ms:9.3f} ms {rate[who]:7.1f} TFLOP/s {rate[who] / rate[CUBLAS]:5.2f} of cuBLAS"
+            print(f"{name:20} {direction:9} {who:28} {speed} {bytes_ / ms / 1e9:5.2f} TB/s", flush=True)
         records.append({
             "config": {"cell": name, "direction": direction},
             "shape": dict(vars(cell)),
@@ -402,7 +407,9 @@ def run_cell(name: str, cell: Cell, peers: list[Any], milliseconds: float, round
             "flops": factor * flops,
             "bytes": bytes_,
             "milliseconds": {k: [round(x, 5) for x in v] for k, v in times.items()},
-            "tflops": {k: round(v, 1) for k, v in rate.items()}, "board": boards,
+            "tflops": {k: round(v, 1) for k, v in rate.items()},
+            "terabytes_per_second": {COPY: round(copy_rate, 3)},
+            "board": boards,
         })  # fmt: skip
     return records
 
@@ -416,15 +423,40 @@ def load_peer(path: str) -> Any:
     return module.contestants
 
 
-def main() -> None:
+def plot(results: Path, folder: Path) -> None:
+    """The pictures of a file of records; without matplotlib a line that says so."""
+    try:
+        paths = _kernel_plots.write(json.loads(results.read_text())["records"], folder)
+    except ImportError as error:
+        print(f"no pictures ({error}); later: python bench/kernels.py --plot-only {results}", file=sys.stderr)
+    else:
+        print(*paths)
+
+
+def stored() -> Path:
+    """The one file of results, if there is one only."""
+    found = sorted(_harness.RESULTS.glob("kernels-*.json"))
+    if len(found) != 1:
+        raise SystemExit(f"bench/kernels.py: --plot-only needs a path, {len(found)} files are in {_harness.RESULTS}")
+    return found[0]
+
+
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cells", help="comma-separated names, default all: " + ", ".join(grid()))
     parser.add_argument("--peers", default="padded,flex,eager_gelu", help="built-in peers besides flash, or none")
     parser.add_argument("--peer", action="append", default=[], help="Python file with another contestant")
     parser.add_argument("--milliseconds", type=float, default=200.0)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--dry-run", action="store_true", help="do not write bench/results")
-    options = parser.parse_args()
+    parser.add_argument("--dry-run", action="store_true", help="do not write bench/results and pictures")
+    parser.add_argument("--plots", type=Path, default=_harness.ROOT / "docs", help="folder of the pictures, default docs")
+    parser.add_argument(
+        "--plot-only", nargs="?", const="", metavar="JSON", help="pictures only, of this file or of the one in bench/results"
+    )
+    options = parser.parse_args(arguments)
+    if options.plot_only is not None:
+        plot(Path(options.plot_only) if options.plot_only else stored(), options.plots)
+        return
     cells = grid()
     names = options.cells.split(",") if options.cells else list(cells)
     unknown = [n for n in names if n not in cells]
@@ -432,11 +464,15 @@ def main() -> None:
         parser.error(f"--cells must be among {', '.join(cells)}, got {', '.join(unknown)}")
     builtin = {"padded": padded, "flex": flex, "eager_gelu": eager_gelu}
     peers = [builtin[n] for n in options.peers.split(",") if n in builtin] + [load_peer(p) for p in options.peer]
+    results = None
     for name in names:
         records = run_cell(name, cells[name], peers, options.milliseconds, options.rounds)
         torch.cuda.empty_cache()
         if not options.dry_run:
-            print(record_results("kernels", records, "cuda"))
+            results = _harness.record_results("kernels", records, "cuda")
+            print(results)
+    if results is not None:
+        plot(results, options.plots)
 
 
 if __name__ == "__main__":

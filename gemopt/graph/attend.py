@@ -239,7 +239,9 @@ class _Attention:
     def _mask(self) -> fx.Node | None:
         if self.dense == TRUE:
             return None
-        return self.e._cached(self.e._key("mask", self.dense, self.site.sizes, tuple(self.heads)), self._written_mask)
+        return self.e._cached(
+            self.e._key("mask", self.dense, self.site.sizes, tuple(map(tuple, self._score_groups()))), self._written_mask
+        )
 
     def _written_mask(self) -> fx.Node:
         e, sizes = self.e, self.site.sizes

@@ -379,6 +379,8 @@ class Emitter:
         x, kept, _ = self.fetch(info.accesses[0], rows)
         rest = list(fx.node.map_arg(node.args[1:], self.padded))
         kwargs = fx.node.map_arg(dict(node.kwargs), self.padded)
+        if op_name(node) == "aten.flip":
+            return self.call(node.target, x, [1 + kept.index(d % len(info.dims)) for d in argument(node, "dims")])
         if op_name(node) not in ("aten.layer_norm", "aten.rms_norm"):
             dim = argument(node, "dim") % len(info.dims)
             return self._with_dim(node, x, 1 + kept.index(dim))

@@ -7,7 +7,7 @@
     regular(S)     int64 [n+1]   the same where every position is a row: 0, L, 2 L, …
     blocks(S, w)   int64 [m+1]   first row of every block of w positions of every sequence
     repack(S, R)   int64 [T_R]   number in S of every row of R
-    gather(S, ..)  int64 [U]     number in S of the positions a gather reads
+    gather(S, ..)  int64 [U]     number in S of the positions a gather reads, -1 outside S
 
 Each kind that the packed graph asks for becomes a placeholder; `Plan` fills them at run time.
 """

@@ -77,7 +77,10 @@ class Live:
 
     def need(self, node: fx.Node) -> Term:
         """The rows of ``node`` that have to be computed."""
-        return _without(self.demand(node), self.known.facts[node].where if node in self.known.facts else t.FALSE)
+        demand = self.demand(node)
+        if node not in self.known.facts or self.known.value(node) is not None:
+            return demand
+        return _without(demand, self.known.facts[node].where)
 
     # ------------------------------------------------------------ the walk
 
@@ -114,7 +117,7 @@ class Live:
             mask = self.known.value(self.known.operands(node)[1].operand)
             return t.TRUE if mask is None else t.truth(mask)  # the mask's slots are the first of x
         if self.known.info(node).kind == "loss" and argument(node, "reduction") != 0:
-            rows = self._loss_rows(node, access)
+            rows = self.loss_rows(node, access)
             if rows is not None:
                 return rows
         rows = backward(need, access, sizes, self.known.info(access.operand).sizes)
@@ -160,7 +163,7 @@ class Live:
             return t.FALSE
         return t.substitute(zero, renamed)
 
-    def _loss_rows(self, node: fx.Node, access: Access) -> Term | None:
+    def loss_rows(self, node: fx.Node, access: Access) -> Term | None:
         """Over the operand's slots: the rows of a reduced token loss that are not ignored."""
         x, target = node.args[0], node.args[1]
         assert isinstance(x, fx.Node) and isinstance(target, fx.Node)
@@ -229,9 +232,14 @@ class Live:
         )
 
     def _seen_by_itself(self, site: Site) -> Term:
-        """Over score slots: the queries that see the key at their own position."""
-        parts = site.parts
-        return t.substitute(t.and_(parts.key, parts.query, parts.rest), {site.key: t.slot(site.query or 0)})
+        """Over score slots: the queries that see the key at their own position, if there is one."""
+        parts, query, key = site.parts, site.query, site.key
+        if query is None:
+            return t.FALSE
+        seen = t.substitute(t.and_(parts.key, parts.query, parts.rest), {key: t.slot(query)})
+        if site.sizes[query] == site.sizes[key]:
+            return seen
+        return t.and_(seen, t.le(t.slot(query), t.size(site.sizes[key] - 1)))
 
     def visible_keys(self, site: Site, wanted: Term) -> Term:
         """Over score slots: the keys that a wanted query may see."""

@@ -208,7 +208,7 @@ class Plan:
             elif e.kind == "regular":
                 keep(e, self._regular(writer, e.set))
             elif e.kind == "gather":
-                keep(e, self._gathered(writer, outputs[self._slots["rank", e.set]], e))
+                keep(e, self._gathered(writer, flat_masks[e.set], outputs[self._slots["rank", e.set]], e))
         for s, (count, _) in self._expected.items():
             self._slots["count", s] = len(outputs)
             outputs.append(sizes[count])  # type: ignore[arg-type]  # a number, known without the device
@@ -242,8 +242,8 @@ class Plan:
         first = writer.call(aten.arange.default, writer.sizes[sympy.prod(sequences) + 1], device=self._device)
         return writer.call(aten.mul.Tensor, first, writer.sizes[tokens])
 
-    def _gathered(self, writer: TermWriter, rank: fx.Node, e: Extra) -> fx.Node:
-        """Row numbers of the gathered positions; a position outside the set (nobody reads it) gives some valid row."""
+    def _gathered(self, writer: TermWriter, mask: fx.Node, rank: fx.Node, e: Extra) -> fx.Node:
+        """Row numbers of the gathered positions, -1 outside the set."""
         flat: fx.Node | None = None
         for position, size in zip(e.positions, e.set.sizes, strict=True):
             step = writer.full(position, e.sizes)
@@ -254,7 +254,8 @@ class Plan:
         total = writer.sizes[sympy.prod(e.set.sizes)]
         last = writer.call(aten.add.Tensor, writer._constant(total, torch.int64), -1)
         flat = writer.call(aten.minimum.default, writer.call(aten.clamp_min.default, flat, 0), last)
-        return writer.call(aten.clamp_min.default, writer.call(aten.index.Tensor, rank, [flat]), 0)
+        inside, rows = (writer.call(aten.index.Tensor, x, [flat]) for x in (mask, rank))
+        return writer.call(aten.where.ScalarOther, inside, rows, -1)
 
     def _examples(self, fake_mode: Any) -> list[Any]:
         """Fakes for the extra inputs; each row set has one unbacked size."""
@@ -342,8 +343,8 @@ class Plan:
     def _fill(self, counts: dict[RowSet, int], tensors: Sequence[Tensor], clamped: bool = False) -> tuple[Tensor, ...]:
         """The extra inputs. ``clamped``: the counts may be wrong, and nothing may point outside all the same."""
 
-        def inside(x: Tensor, last: int) -> Tensor:
-            return x.clamp(0, last) if clamped else x
+        def inside(x: Tensor, last: int, first: int = 0) -> Tensor:
+            return x.clamp(first, last) if clamped else x
 
         index: dict[RowSet, Tensor] = {}
         coordinates: dict[RowSet, tuple[Tensor, ...]] = {}
@@ -359,8 +360,10 @@ class Plan:
                 filled.append(inside(tensors[self._slots["rank", e.set]][index[e.target]], counts[e.set] - 1))
             elif e.kind == "regular":
                 filled.append(tensors[self._slots[e]])
-            elif e.kind in ("offsets", "blocks", "gather"):
-                filled.append(inside(tensors[self._slots[e]], counts[e.set] - (e.kind == "gather")))
+            elif e.kind == "gather":
+                filled.append(inside(tensors[self._slots[e]], counts[e.set] - 1, first=-1))
+            elif e.kind in ("offsets", "blocks"):
+                filled.append(inside(tensors[self._slots[e]], counts[e.set]))
             else:
                 if e.set not in coordinates:
                     coordinates[e.set] = self._coordinates(index[e.set], e.set, tensors)

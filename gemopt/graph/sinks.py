@@ -110,7 +110,13 @@ def _gather(emitter: Emitter, node: fx.Node) -> fx.Node | None:
     selection = emitter.extras.gather(
         rows.set, tuple(t.substitute(p, renamed) for p in positions), tuple(info.sizes[a] for a in axes)
     )
-    tensor = emitter.call(aten.index_select.default, emitter.phys[access.operand], 0, selection)
+    row = emitter.call(aten.clamp_min.default, selection, 0)
+    tensor = emitter.call(aten.index_select.default, emitter.phys[access.operand], 0, row)
+    fact = emitter.known.facts.get(access.operand)
+    if fact is not None:  # a position under the fact is no row of the set: what stands there is the fact's value
+        inside = emitter.call(aten.ge.Scalar, selection, 0)
+        inside = emitter.reshape(inside, [-1, *[1] * len(kept_dims(x_info, rows.slots))])
+        tensor = emitter.call(aten.where.ScalarOther, inside, tensor, fact.value)
     return emitter.spread(tensor, units, node)
 
 
@@ -129,10 +135,22 @@ def _boolean_index(emitter: Emitter, node: fx.Node) -> fx.Node | None:
 
 
 def _loss(emitter: Emitter, node: fx.Node) -> fx.Node | None:
-    """A token loss over its non-ignored rows."""
-    x = node.args[0]
-    assert isinstance(x, fx.Node)
-    return token_loss(emitter, node, emitter.layout.rows[x])
+    """A token loss over its non-ignored rows, those where the input is a constant included."""
+    access = emitter.known.operands(node)[0]
+    x, rows = access.operand, emitter.layout.rows[access.operand]
+    counted = emitter.live.loss_rows(node, access)
+    if counted is None:
+        return None
+    inside = t.substitute(rows.set.predicate, {i: t.slot(s) for i, s in enumerate(rows.slots)})
+    if not t.implies(counted, inside):
+        if not writable(counted):
+            return None
+        sizes = emitter.known.info(x).sizes
+        found = emitter.layout.sets.of(counted, sizes, rows.slots[rows.set.token], set(rows.slots))
+        if found is None:
+            return None
+        rows = found
+    return token_loss(emitter, node, rows)
 
 
 def token_loss(emitter: Emitter, node: fx.Node, rows: Rows) -> fx.Node | None:

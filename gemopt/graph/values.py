@@ -112,7 +112,8 @@ class Values:
                 self._keys[node] = node.name
             else:
                 keys = tuple(self._key(n) for n in nodes_in(node.args, node.kwargs))
-                shape = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: None)
+                # A string where a node is: `t[i, :, j]` and `t[:, i, j]` differ in where the None is.
+                shape = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: "node")  # type: ignore[arg-type,return-value]
                 self._keys[node] = (node.target, repr(shape), keys)
         return self._keys[node]
 

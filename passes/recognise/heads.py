@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+import sympy
 from torch import fx
 
 from gemopt.graph import terms as t
 from gemopt.graph.attention import LEAK, ByHead
 from gemopt.graph.slots import Access, Exprs, argument, op_name, shape_of
-from gemopt.passes.recognise.walk import NoMatch, Walk, compose
+from gemopt.passes.recognise.walk import NoMatch, Walk, compose, owned
 
 _PARTS = ("slice", "select")
 Step = Callable[[Walk], bool]
@@ -39,6 +40,8 @@ def step_by_head(walk: Walk, step: Step) -> None:
         exprs.append(_over_all_heads(part.exprs, axis, first, count))
     if any(p.at is not parts[0].at or e != exprs[0] for p, e in zip(parts, exprs, strict=True)):
         raise NoMatch(joined, "heads are joined that do not come from their own places of the same scores")
+    if not _whole(parts[0].at, exprs[0], walk):
+        raise NoMatch(joined, "parts of the scores are cut on another axis than that of the heads, or do not cover it")
     if any(_else(p) != _else(parts[0]) for p in parts):
         raise NoMatch(joined, "heads differ in more than their activation")
     one = parts[0]
@@ -98,6 +101,12 @@ def _over_all_heads(exprs: Exprs, axis: int, first: int, count: int) -> Exprs:
     if count > 1:
         return exprs
     return tuple(t.slot(axis) if e is not None and t.constant_value(e) == first else e for e in exprs)
+
+
+def _whole(scores: fx.Node, exprs: Exprs, walk: Walk) -> bool:
+    """Whether the scores that the parts are slices of are as large as the joined ones."""
+    sizes = [walk.sizes[s] for s in owned(exprs, walk.sizes) or ()]
+    return sympy.prod(sizes) == sympy.prod(walk.known.info(scores).sizes)
 
 
 def _else(part: Walk) -> tuple[object, ...]:

@@ -136,6 +136,8 @@ class Walk:
         info, name = self.known.info(self.at), op_name(self.at)
         if name == "aten.detach":
             raise NoMatch(self.at, "a part of the attention is detached from the graph")
+        if name in CASTS and not self.at.meta["val"].dtype.is_floating_point:
+            raise NoMatch(self.at, "a part of the attention is rounded to integers")
         if info.kind in VIEWS or name in CASTS:
             self.move(info.accesses[0])
             return True

@@ -258,7 +258,7 @@ def program(draw: list[tuple[int, int, int, int]]) -> Callable[[Tensor, Tensor, 
     logic = [
         operator.and_, operator.or_, operator.xor, lambda p, q: ~p, lambda p, q: p & ~q, lambda p, q: p == q,
         lambda p, q: torch.where(p, q, ~q), lambda p, q: p.masked_fill(q, True), lambda p, q: (p.float() - 1) * -3 > 1,
-        lambda p, q: (p.long() + q.long()) == 1, lambda p, q: (p * q).flip(1).flip(1), lambda p, q: (p != 0) | q,
+        lambda p, q: (p.long() + q.long()) == 1, lambda p, q: (p * q).flip(-1).flip(-1), lambda p, q: (p != 0) | q,
     ]  # fmt: skip
 
     def run(n: Tensor, ids: Tensor, m: Tensor) -> Tensor:
@@ -309,3 +309,26 @@ def test_random_numbers_are_no_leaves():
     run = trace(lambda n: (torch.rand(3) > 0.5) & torch.randint(0, 2, (3,)).bool() & (n > 0), LENGTHS)
     (out,) = run.graph.find_nodes(op="output")
     assert run.known.value(out.all_input_nodes[0]) is None
+
+
+LOOKUP_PAIRS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
+    "gaps": (lambda m, i, j: m[i, :, j], lambda m, i, j: m[:, i, j]),
+    "ends": (lambda m, i, j: m[i], lambda m, i, j: m[:, i]),
+    "order": (lambda m, i, j: m[i, j], lambda m, i, j: m[j, i]),
+    "first": (lambda m, i, j: m[i, 0], lambda m, i, j: m[0, i]),
+}
+
+
+@pytest.mark.parametrize("name", LOOKUP_PAIRS)
+def test_other_lookups_are_other_leaves(name):
+    """Two tensors share a leaf only if they are one: the same op on the same operands, in the same places."""
+
+    def both(m: Tensor, i: Tensor, j: Tensor) -> tuple[Tensor, Tensor]:
+        return tuple(look(m, i, j) for look in LOOKUP_PAIRS[name])  # type: ignore[return-value]
+
+    cube = torch.arange(64).remainder(3).view(4, 4, 4) == 0
+    run = trace(both, *(cube, torch.tensor([0, 1, 2]), torch.tensor([1, 2, 3])))
+    check(run)
+    a, b = run.graph.find_nodes(op="output")[0].all_input_nodes
+    term = run.known.value(a)
+    assert term is None or term != run.known.value(b)

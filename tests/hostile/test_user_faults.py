@@ -298,3 +298,30 @@ def test_an_internal_error_is_reported_in_one_line() -> None:
     (rejection,) = compiled.report.rejections
     assert "\n" not in rejection.reason and "tlparse" not in rejection.reason and "Traceback" not in rejection.reason
     assert rejection.reason.endswith("in plan)") and "gemopt/backend.py:" in rejection.reason
+
+
+# ---------------------------------------------------------------- ops that mix some dims
+
+MIXING: dict[str, Callable[[Tensor], Tensor]] = {
+    "features turned": lambda h: h.flip(-1),
+    "groups turned": lambda h: h.unflatten(-1, (2, -1)).flip(2, 3).flatten(2),
+    "time turned": lambda h: h.flip(1),
+    "time and features turned": lambda h: h.flip((1, -1)),
+    "samples turned": lambda h: h.flip(0),
+    "features summed up": lambda h: h.cumsum(-1),
+    "time summed up": lambda h: h.cumsum(1),
+    "features normalised": lambda h: h.softmax(-1),
+    "time normalised": lambda h: h.softmax(1),
+}
+
+
+@pytest.mark.parametrize("mixed", MIXING)
+def test_ops_that_mix_a_dim(mixed: str) -> None:
+    """Between two layers, before the mask and behind it."""
+
+    def program(m: Model, ids: Tensor, valid: Tensor) -> Tensor:
+        h = MIXING[mixed](m.out(m.embed(ids)))
+        return pooled(m.out(h.relu()), valid) + pooled(MIXING[mixed](h * valid[..., None]), valid)
+
+    report = compared(program, TWO, recipe=gemopt.Recipe(min_saving=0.0))
+    assert bool(report.steps_packed) or not mixed.startswith("features")

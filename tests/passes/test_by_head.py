@@ -59,7 +59,7 @@ def inputs(lengths: Tensor, max_len: int, generator: torch.Generator) -> tuple[T
     return torch.randint(1, IDS, (len(lengths), max_len), generator=generator), lengths
 
 
-def check(model: ByHead) -> gemopt.report.Report:
+def check(model: nn.Module) -> gemopt.report.Report:
     """Right on every draw of lengths; what became of it."""
     rewritten = compiled(model)
     assert_equivalent(model, inputs, max_len=MAX_LEN, cases=CASES, compiled=rewritten)
@@ -127,5 +127,37 @@ class Different(ByHead):
 @pytest.mark.parametrize("spelling", ["factor", "scores", "softmax", "positions"])
 def test_parts_that_differ_in_more_are_refused(spelling):
     report = check(Different([], spelling))
+    assert [r for r in report.rewrites if r.rule == "unpad attention"] == []
+    assert report.rejections
+
+
+class Cut(nn.Module):
+    """Parts that are cut on the axis of queries or keys too, so that the weights are smaller than the scores."""
+
+    def __init__(self, cut: str) -> None:
+        super().__init__()
+        self.cut, self.items, self.qkv = cut, nn.Embedding(IDS, D), nn.Linear(D, 3 * D)
+
+    def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
+        valid = torch.arange(ids.shape[1]) < lengths[:, None]
+        q, k, v = self.qkv(self.items(ids)).view(*ids.shape, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
+        scores = q @ k.mT
+        if self.cut == "keys":
+            weights = torch.cat([F.gelu(scores[:, :2, :, :3]), F.relu(scores[:, 2:, :, :3])], 1) * valid[:, None, None, :3]
+            return ((weights @ v[:, :, :3]) * valid[:, None, :, None]).sum(2).flatten(1)
+        if self.cut == "fewer heads":
+            weights = torch.cat([F.gelu(scores[:, :1]), F.relu(scores[:, 1:2])], 1) * valid[:, None, None]
+            return ((weights @ v[:, :2]) * valid[:, None, :, None]).sum(2).flatten(1)
+        if self.cut == "queries":
+            weights = torch.stack([ACTIVATIONS[a](scores[:, h, :2]) for h, a in enumerate(list(ACTIVATIONS)[:HEADS])], 1)
+        else:
+            weights = torch.stack([ACTIVATIONS[a](scores[:, h, h]) for h, a in enumerate(list(ACTIVATIONS)[:HEADS])], 1)
+            weights = weights[:, :, None]
+        return ((weights * valid[:, None, None]) @ v).sum(2).flatten(1)
+
+
+@pytest.mark.parametrize("cut", ["keys", "queries", "diagonal", "fewer heads"])
+def test_parts_that_are_cut_on_another_axis_are_refused(cut):
+    report = check(Cut(cut))
     assert [r for r in report.rewrites if r.rule == "unpad attention"] == []
     assert report.rejections

@@ -408,6 +408,9 @@ NEAR: dict[str, Callable[[In], Any]] = {
     "sdpa_shared_keys": lambda i: F.scaled_dot_product_attention(i.by_head()[0], i.by_head()[1][:1], i.by_head()[2]),
     "sdpa_mask_of_queries": lambda i: F.scaled_dot_product_attention(
         *i.by_head(), attn_mask=i.m[:, None, :i.queries, None] | i.key_mask()),
+    "rounded_to_integers": lambda i: _finish(i, i.scores.long().double()),
+    "rounded_weights": lambda i: ((i.scores.long().double() * (i.by_head()[0] @ i.by_head()[1].mT).sum(-1, keepdim=True))
+                                  * i.key_mask()) @ i.by_head()[2],
     "dropout_on_scores": lambda i: _finish(i, F.dropout(i.scores, 0.5, training=True)),
     "window_by_data": lambda i: _finish(i, _fill(i, i.scores, torch.arange(i.keys) <= i.n[:, None, None, None])),
 }  # fmt: skip
@@ -420,7 +423,7 @@ NEVER = [
     "weights_detached", "scores_returned", "raw_scores_returned", "scores_detached", "scale_per_element",
     "scale_rounded", "scale_negative_of_inf", "fill_small", "fill_positive", "capped_scores",
     "einsum_sums_apart", "einsum_features_crossed", "einsum_values_apart", "einsum_out_without_queries", "pooling",
-    "dropout_on_scores",
+    "dropout_on_scores", "rounded_to_integers", "rounded_weights",
 ]  # fmt: skip
 
 

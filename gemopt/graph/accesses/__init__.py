@@ -100,9 +100,10 @@ def _table() -> dict[str, Handler]:
         ("index", index),
         ("sum mean amax amin prod any all logsumexp var std nansum argmax argmin count_nonzero", reduction),
         (
-            "softmax _softmax special_softmax log_softmax _log_softmax special_log_softmax cumsum cumprod logcumsumexp flip",
+            "softmax _softmax special_softmax log_softmax _log_softmax special_log_softmax cumsum cumprod logcumsumexp",
             along("dim"),
         ),
+        ("flip", along("dims")),
         ("layer_norm rms_norm", normalisation),
         ("linear", linear),
         ("matmul mm bmm", matmul),

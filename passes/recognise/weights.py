@@ -264,10 +264,24 @@ def _composed_activation(walk: Walk) -> bool:
         return True
     if name == "aten.mul" and len(operands) == 2:
         for x, gate in (operands, operands[::-1]):
-            inner = walk.known.info(gate.operand)
-            if op_name(gate.operand) == "aten.sigmoid" and inner.accesses[0].operand is x.operand and x.exprs == gate.exprs:
-                walk.interior.append(gate.operand)
+            if op_name(gate.operand) != "aten.sigmoid":
+                continue
+            (inner,) = walk.known.info(gate.operand).accesses
+            own, path = _source(walk, x)
+            other, gate_path = _source(walk, Access(inner.operand, compose(inner, gate.exprs)))
+            if own == other:
+                walk.interior += [gate.operand, *(n for n in gate_path if n not in path)]
                 walk.score = "silu"
                 walk.move(x)
                 return True
     return False
+
+
+def _source(walk: Walk, access: Access) -> tuple[Access, list[fx.Node]]:
+    """The tensor behind views and slices, and these: a slice may be written twice."""
+    path: list[fx.Node] = []
+    while walk.known.info(access.operand).kind in (*VIEWS, "slice", "select"):
+        path.append(access.operand)
+        (behind,) = walk.known.info(access.operand).accesses
+        access = Access(behind.operand, compose(behind, access.exprs))
+    return access, path

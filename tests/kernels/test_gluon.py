@@ -129,8 +129,6 @@ GDPA_CASES = {
 FORWARDS = {
     "two tiles": {"parts": 2, "keys": 64, "stages": 4, "group": 2, "q_registers": True},
     "four tiles": {"parts": 3, "keys": 64, "stages": 4, "group": 4, "registers": 160},
-    "in turn": {"parts": 2, "keys": 64, "stages": 4, "ordered": True},
-    "two tiles in turn": {"parts": 3, "keys": 64, "stages": 3, "group": 2, "registers": 160, "ordered": True},
 }
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -24,6 +26,7 @@ ACTIVATIONS = {
     "identity": lambda x: x,
     "relu2": lambda x: F.relu(x).square(),
 }
+SPELLED_OUT = {"silu": lambda x: x() * torch.sigmoid(x()), "relu2": lambda x: F.relu(x()).square()}
 # (first head taken, how many, activation): parts in the order in which they are joined
 Part = tuple[int, int, str]
 
@@ -52,6 +55,8 @@ class ByHead(nn.Module):
         if self.spelling == "split":
             pieces = scores.split([n for _, n, _ in self.parts], dim)
             return torch.cat([ACTIVATIONS[a](x) for x, (_, _, a) in zip(pieces, self.parts, strict=True)], dim)
+        if self.spelling == "sliced twice":
+            return torch.cat([SPELLED_OUT[a](partial(scores.narrow, dim, i, n)) for i, n, a in self.parts], dim)
         return torch.stack([ACTIVATIONS[a](scores.select(dim, i)) for i, _, a in self.parts], dim)
 
 
@@ -84,6 +89,10 @@ def test_parts_in_their_places_are_one_attention(parts, spelling):
         parts = [(i, 1, a) for first, n, a in parts for i in range(first, first + n)]
     names = dict.fromkeys(a for _, _, a in parts)
     assert kernels(ByHead(parts, spelling)) == [f"gdpa({', '.join(names)})"]
+
+
+def test_parts_that_are_sliced_twice():
+    assert kernels(ByHead([(0, 1, "silu"), (1, 3, "relu2")], "sliced twice")) == ["gdpa(silu, relu2)"]
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2])

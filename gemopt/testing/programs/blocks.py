@@ -6,6 +6,7 @@ import itertools
 from dataclasses import dataclass, field
 
 from gemopt.testing.programs import scores as sc
+from gemopt.testing.programs.by_head import activation, fillings, pick_acts
 from gemopt.testing.programs.choices import Choices
 from gemopt.testing.programs.masks import Part, broadcast, joined, mask_scores, structure
 from gemopt.testing.programs.program import Draft
@@ -236,14 +237,13 @@ def activation_attention(d: Draft, c: Choices, h: Heads, layout: str, q: Side, k
     if dims["s"] in ("bhqk", "bqk", "hbqk", "bnhqk", "bqkh"):
         sc.add_bias(d, c, c.pick("bias", sc.BIASES), s, dims["s"], h.heads, q.size, k.size)
     d.at("scores", s)
-    act = c.pick("act", list(sc.ACTIVATIONS))
-    _, at_zero, at_inf = sc.ACTIVATIONS[act]
+    acts = pick_acts(c, h.heads if "h" in dims["s"] else 1)
     allowed = joined(d, c, parts, dims["s"], h.heads) if parts else ""
-    place = c.pick("act_mask", {"mul": 4, "fill": 2, "where": 1} | ({"before_zero": 1} if at_zero else {})
-                   | ({"before_inf": 1} if at_inf else {})) if parts else "none"  # fmt: skip
+    places = {"mul": 4, "fill": 2, "where": 1} | dict.fromkeys(fillings(d, acts), 1)
+    place = c.pick("act_mask", places) if parts else "none"
     if place.startswith("before"):
         d.block.append(f"{s} = {s}.masked_fill(~({allowed}), {'0.0' if place == 'before_zero' else '-math.inf'})")
-    _, text = sc.activation(d, c, s)
+    text = activation(d, c, s, acts, dims["s"])
     w = d.fresh("weights")
     d.block.append(f"{w} = {text}")
     if place in ("mul", "fill", "where"):

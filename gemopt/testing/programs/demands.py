@@ -97,24 +97,28 @@ def _pool(d: Draft, c: Choices, t: Tokens, kind: str) -> list[str]:
             c.spell("pool_sum", "pooled = (votes.unsqueeze(1) @ x).squeeze(1)", "pooled = (votes.unsqueeze(-1) * x).sum(1)",
                     'pooled = torch.einsum("bl,bld->bd", votes, x)'),
         ]  # fmt: skip
+    masked = []
+    if c.chance("masked_rows", 3):  # an empty sequence has no row there, but a number
+        masked = [c.spell("masked_rows_spelling", f"x = x * {wide}", f"x = x.masked_fill(~{wide}, 0.0)",
+                          f"x = torch.where({wide}, x, 0.5)")]  # fmt: skip
     if kind == "first":
-        d.settings["shortest"] = 1
-        return [c.spell("first", "pooled = x[:, 0]", "pooled = x[:, 0, :]", "pooled = x.select(1, 0)")]
+        d.settings["shortest"] = 0 if masked else 1
+        return [*masked, c.spell("first", "pooled = x[:, 0]", "pooled = x[:, 0, :]", "pooled = x.select(1, 0)")]
     if kind == "positions":
-        d.settings["shortest"] = 1
+        d.settings["shortest"] = 0 if masked else 1
         drawn = "(torch.rand(batch, 2, generator=generator) * lengths[:, None]).long()"
         at = d.give("positions", f"positions = torch.minimum({drawn}, (lengths[:, None] - 1).clamp(min=0))")
         got = c.spell(
             "gather", f"torch.gather(x, 1, {at}.unsqueeze(-1).expand(-1, -1, {dim}))", f"x[torch.arange(B)[:, None], {at}]"
         )
-        return [f"pooled = {got}.sum(1)"]
-    return _last(d, c, t)
+        return [*masked, f"pooled = {got}.sum(1)"]
+    return [*masked, *_last(d, c, t, bool(masked))]
 
 
-def _last(d: Draft, c: Choices, t: Tokens) -> list[str]:
+def _last(d: Draft, c: Choices, t: Tokens, masked: bool) -> list[str]:
     n, dim = counts(d, c, t), t.dim
     way = c.pick("last", ["gather", "index", "gather_clamped", "take_along", "one_hot"])
-    if way in ("gather", "take_along", "index"):
+    if way in ("gather", "take_along") or (way == "index" and not masked):
         d.settings["shortest"] = 1
     at = f"{n} - 1"
     return {

@@ -213,8 +213,10 @@ MASKS = {
     "shifted": "{m} = F.pad({m}, (1, 0))[:, :-1] | (torch.arange(L) == 0)",
     "float_threshold": "{m} = {m}.float().cumsum(1) > 0.5",
 }
+# Of parts of the heads; all sizes are equal where another axis takes the heads' place.
+BY_HEAD = ["swapped", "twice", "scaled", "detached", "rolled", "filled", "another_axis", "stacked_elsewhere"]
 KINDS = {"equal": 4, "arranged": 4, "scores": 6, "masked": 3, "weights": 4, "axis": 3, "tokens": 6, "after": 3, "end": 6,
-         "mask": 5, "causal": 2, "none": 1}  # fmt: skip
+         "mask": 5, "causal": 2, "none": 1, "by_head": 3}  # fmt: skip
 
 
 def compose_miss(c: Choices) -> Program:
@@ -335,5 +337,25 @@ def _none(d: Draft, c: Choices) -> Program:
     return _finish(d, c, family=c.pick("miss_family", ["softmax", "activation", "sdpa"]), precision="fp32")
 
 
+def _by_head(d: Draft, c: Choices) -> Program:
+    """Heads with activations of their own: out of place, or unlike in more than the activation."""
+    defect = d.settings["by_head"] = c.pick("defect", BY_HEAD)
+    fixed = {"family": "activation", "by_head": "yes", "precision": "fp32", "padding": "key"}
+    fixed |= {"layout": c.pick("miss_layout", ["bhld", "hbld", "blhd", "bqkh"]), "heads": c.pick("miss_heads", ["2", "4"])}
+    if defect == "filled":
+        fixed |= {"act": "sigmoid", "act_1": c.pick("miss_act", ["silu", "relu", "identity"]), "act_mask": "before_zero"}
+    elif defect == "twice":
+        fixed |= {"heads": "4", "head_parts": c.pick("miss_parts", ["2 2", "1 1 1 1", "1 2 1"])}
+    elif defect == "another_axis":
+        fixed |= {"dim": "16", "heads": "4"}
+    elif defect == "stacked_elsewhere":
+        way = c.pick("miss_way", ["select", "unbind"])
+        fixed |= {"dim": "16", "heads": "4", "head_parts": "1 1 1 1", "taken_apart": way}
+    program = _finish(d, c, **fixed)
+    equal = defect in ("another_axis", "stacked_elsewhere")
+    return replace(program, max_len=4, batch=4, fixed=True) if equal else program
+
+
 _MAKERS = {"equal": _equal, "arranged": _arranged, "scores": _scores, "masked": _masked, "weights": _weights, "axis": _axis,
-           "tokens": _tokens, "after": _after, "end": _end, "mask": _mask, "causal": _causal, "none": _none}  # fmt: skip
+           "tokens": _tokens, "after": _after, "end": _end, "mask": _mask, "causal": _causal, "none": _none,
+           "by_head": _by_head}  # fmt: skip

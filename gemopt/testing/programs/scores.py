@@ -230,12 +230,6 @@ ACTIVATIONS: dict[str, tuple[list[str], bool, bool]] = {
 NORMALISATIONS = {"none": 2, "N_max": 2, "padded": 2, "length": 2, "tau": 1}
 
 
-def activation(d: Draft, c: Choices, s: str) -> tuple[str, str]:
-    """The activation's name and the expression of ``s``."""
-    kind = c.axes.get("act") or c.pick("act", list(ACTIVATIONS))
-    return kind, c.spell("act_spelling", *ACTIVATIONS[kind][0]).format(s=s)
-
-
 def normalise(c: Choices, kind: str, w: str, lk: str, lengths: str) -> str:
     """``w`` divided as GDPA models do; ``lengths`` broadcasts over the scores."""
     return {

@@ -196,12 +196,15 @@ def query_side(
                 s0 = zero + gl.load(lse, mask=r < q_len, other=float("-inf"))[:, None]
                 dp0 = zero + gl.load(lse + heads.to(gl.int64) * q_rows, mask=r < q_len, other=0.0)[:, None]
             q_box = x1.box(turn, part)
+            passed, own_n = band.share(x, M, low, n, q_len, k_len, ROWS_K)
+            skip_items(y1, y2, item, passed)
             query_gradient(
-                as_matrix(q_box), as_matrix(x2.box(turn, part)), y1, y2, item, low, n, s0, dp0, x, q_len, k_len, scale, prescale,
-                ds_scale, band, D, ACT, ADD, EARLY_WAIT,
+                as_matrix(q_box), as_matrix(x2.box(turn, part)), y1, y2, item + passed, low + passed * ROWS_K, own_n, s0, dp0, x,
+                q_len, k_len, scale, prescale, ds_scale, band, D, ACT, ADD, EARLY_WAIT,
             )  # fmt: skip
             fence_async_shared()
             store_rows(dq_desc, q_box, q_start, q_len, x, head * D)
+            skip_items(y1, y2, item + passed + own_n, n - passed - own_n)
             tma.store_wait(0)
         else:
             skip_items(y1, y2, item, n)
@@ -225,8 +228,13 @@ def key_gradients(
     zero = gl.zeros([M, ROWS_Q], gl.float32, s_layout)
     dk = gl.zeros([M, D], gl.float32, k_layout)
     dv = gl.zeros([M, DV], gl.float32, v_layout)
-    for step in range(n * sharing):
-        y = low + (step % n) * ROWS_Q
+    passed, own_n = band.share(x, M, low, n, k_len, q_len, ROWS_Q)
+    for step in range(own_n * sharing):
+        if band.BEFORE or band.AFTER:  # others of the tile see these queries, those of this warpgroup do not
+            unseen = gl.where(step % own_n == 0, gl.where(step == 0, passed, n - own_n), 0)
+            skip_items(y1, y2, item, unseen)
+            item += unseen
+        y = low + (passed + step % own_n) * ROWS_Q
         s0 = zero
         dp0 = zero
         if ACT == SOFTMAX:
@@ -254,6 +262,7 @@ def key_gradients(
         y1.release(item)
         y2.release(item)
         item += 1
+    skip_items(y1, y2, item, n - passed - own_n)
     k.store(zero_if_empty(dk * ds_scale, q_len).to(dtype))
     v.store(zero_if_empty(dv * dv_scale, q_len).to(dtype))
 
@@ -334,6 +343,8 @@ def attention_backward(
     y2 = new_ring(y2_desc, STAGES, 1, PARTS)
     columns = new_columns(STAGES, y1_desc.block_type.shape[2])
     fence_async_shared()
+    # A skipped item's columns are not waited for: that they are full follows from the next item, in another buffer.
+    gl.static_assert(STAGES > 1 or not (BEFORE or AFTER), "a ring of one buffer cannot skip items")
     # Streamed queries past the end have -lse = -inf and dO = 0, which makes their columns zero; streamed keys need the mask.
     band = Band(before, after, BEFORE, AFTER, BOTTOM_RIGHT, ACT == SOFTMAX and not KEY_SIDE, False)
     # fmt: off

@@ -10,8 +10,8 @@ columns) in registers. Q K_jᵀ is issued before P_{j-1} V_{j-1}, so the tensor 
 score function is applied to the newer scores. The output is staged in the query buffer and stored by TMA.
 
 A work item is GROUP consecutive query tiles of one sequence. Where its keys fit the ring (at most STAGES tiles, as in a PFFN),
-they are loaded once and stay for all of them: consumers release them in the last one. ORDERED makes the consumers issue
-their products in turn, so that the score function of one runs under the products of the other.
+they are loaded once and stay for all of them: consumers release them in the last one. Under a window or causal mask each
+consumer walks over the keys that its own 64 queries see, and lets the tile's others pass.
 FLOPs 4·H·D·Σ q_i·k_i; bytes: q, k, v and out once, k and v again for every further query tile (from L2 as a rule).
 """
 
@@ -28,7 +28,6 @@ from gemopt.kernels.gluon.parts import (
     Band,
     as_matrix,
     load_tile,
-    new_order,
     new_ring,
     skip_items,
     store_rows,
@@ -108,13 +107,13 @@ def weights(s, top, total, x, y, q_len, k_len, scale, band, ACT: gl.constexpr):
 
 @gluon.jit
 def attend(
-    q_box, q, k, v, order, part: gl.constexpr, step, item, free, low, n, x, q_start, q_len, k_len, lse_ptr, heads, head, scale,
+    q_box, k, v, item, free, low, n, x, q_start, q_len, k_len, lse_ptr, heads, head, scale,
     prescale, out_scale, band, D: gl.constexpr, DV: gl.constexpr, ACT: gl.constexpr, ADD_Q: gl.constexpr,
     EARLY_WAIT: gl.constexpr, Q_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Output of 64 queries, left in their buffer; reads the key tiles `item : item + n`, and uses them up if `free`."""
     ROWS_K: gl.constexpr = k.data.shape[3]
-    dtype: gl.constexpr = q.data.dtype
+    dtype: gl.constexpr = q_box.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS_K, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
@@ -127,9 +126,7 @@ def attend(
     total = gl.zeros([M], gl.float32, gl.SliceLayout(1, s_layout))
     acc = gl.zeros([M, DV], gl.float32, o_layout)
     k.wait_full(item)
-    order.take(part, step)
     started = warpgroup_mma(queries, as_matrix(k.box(item)).permute([1, 0]), zero, use_acc=False, is_async=True)
-    order.give(part)
     s = warpgroup_mma_wait(0, [started])
     k.release(item, free)
     if prescale != 1.0:
@@ -138,11 +135,9 @@ def attend(
     p = gl.convert_layout(p32.to(dtype), p_layout)
     for j in range(1, n):
         k.wait_full(item + 1)
-        order.take(part, step + j)
         started = warpgroup_mma(queries, as_matrix(k.box(item + 1)).permute([1, 0]), zero, use_acc=False, is_async=True)
         v.wait_full(item)
         adding = warpgroup_mma(p, as_matrix(v.box(item)), acc, is_async=True)
-        order.give(part)
         s = warpgroup_mma_wait(1, [started])
         k.release(item + 1, free)
         if prescale != 1.0:
@@ -160,9 +155,7 @@ def attend(
         p = next_p
         item += 1
     v.wait_full(item)
-    order.take(part, step + n)
     adding = warpgroup_mma(p, as_matrix(v.box(item)), acc, is_async=True)
-    order.give(part)
     acc = warpgroup_mma_wait(0, [adding])
     v.release(item, free)
     if ACT == SOFTMAX:
@@ -180,18 +173,18 @@ def attend(
 
 @gluon.jit
 def consume(
-    part: gl.constexpr, out_desc, lse_ptr, q, k, v, order, tiles, count, heads, scale, prescale, out_scale, band,
+    part: gl.constexpr, out_desc, lse_ptr, q, k, v, tiles, count, heads, scale, prescale, out_scale, band,
     D: gl.constexpr, DV: gl.constexpr, ACT: gl.constexpr, ADD_Q: gl.constexpr, EARLY_WAIT: gl.constexpr,
     Q_REGISTERS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """A multiplying warpgroup: query rows `part * 64` and on of each tile."""
+    ROWS_K: gl.constexpr = k.data.shape[3]
     item = 0
     turn = 0
-    step = 0
     for t in range(gl.program_id(0), gl.load(count) * heads, gl.num_programs(0)):
         head = t % heads
         first, q_start, q_len, _, k_len = load_tile(tiles, t // heads)
-        low, n = band.span(first, q.PARTS * M, q_len, k_len, k.data.shape[3])
+        low, n = band.span(first, q.PARTS * M, q_len, k_len, ROWS_K)
         groups = query_tiles(first, q_len, q.PARTS * M, GROUP)
         for g in range(groups):
             x = first + (g * q.PARTS + part) * M
@@ -199,20 +192,20 @@ def consume(
             q.wait_full(turn)
             if x < q_len:
                 q_box = q.box(turn, part)
+                passed, own_n = band.share(x, M, low, n, q_len, k_len, ROWS_K)
+                own_low = low + passed * ROWS_K
+                skip_items(k, v, item, passed)
                 attend(
-                    q_box, q, k, v, order, part, step, item, last, low, n, x, q_start, q_len, k_len, lse_ptr, heads, head, scale,
+                    q_box, k, v, item + passed, last, own_low, own_n, x, q_start, q_len, k_len, lse_ptr, heads, head, scale,
                     prescale, out_scale, band, D, DV, ACT, ADD_Q, EARLY_WAIT, Q_REGISTERS,
                 )  # fmt: skip
                 fence_async_shared()
                 store_rows(out_desc, q_box, q_start, q_len, x, head * DV)
+                skip_items(k, v, item + passed + own_n, n - passed - own_n)
                 tma.store_wait(0)
             else:  # only in the last tile of a sequence
-                order.skip(part, step)
-                for i in range(n):
-                    skip_items(k, v, item + i, 1)
-                    order.skip(part, step + 1 + i)
+                skip_items(k, v, item, n)
             item += gl.where(last, n, 0)
-            step += n + 1
             q.release(turn)
             turn += 1
 
@@ -242,7 +235,6 @@ def attention_forward(
     BOTTOM_RIGHT: gl.constexpr,
     PARTS: gl.constexpr,
     GROUP: gl.constexpr,
-    ORDERED: gl.constexpr,
     STAGES: gl.constexpr,
     Q_STAGES: gl.constexpr,
     EARLY_WAIT: gl.constexpr,
@@ -254,27 +246,21 @@ def attention_forward(
     q = new_ring(q_desc, Q_STAGES, PARTS, PARTS)
     k = new_ring(k_desc, STAGES, 1, PARTS)
     v = new_ring(v_desc, STAGES, 1, PARTS)
-    order = new_order(PARTS, ORDERED)
     fence_async_shared()
     gl.static_assert(GROUP == 1 or not (BEFORE or AFTER), "the tiles of a group share their keys")
     band = Band(before, after, BEFORE, AFTER, BOTTOM_RIGHT, ACT == SOFTMAX, False)
     # fmt: off
-    if PARTS == 1:
+    if PARTS == 2:
         gl.warp_specialize([
-            (consume, (gl.constexpr(0), out_desc, lse_ptr, q, k, v, order, tiles, count, heads, scale, prescale, out_scale, band, D, DV, ACT, ADD_Q, EARLY_WAIT, Q_REGISTERS, GROUP)),
-            (produce, (q_desc, k_desc, v_desc, q, k, v, tiles, count, heads, sharing, band, D, DV, GROUP)),
-        ], [1], [24])
-    elif PARTS == 2:
-        gl.warp_specialize([
-            (consume, (gl.constexpr(0), out_desc, lse_ptr, q, k, v, order, tiles, count, heads, scale, prescale, out_scale, band, D, DV, ACT, ADD_Q, EARLY_WAIT, Q_REGISTERS, GROUP)),
-            (consume, (gl.constexpr(1), out_desc, lse_ptr, q, k, v, order, tiles, count, heads, scale, prescale, out_scale, band, D, DV, ACT, ADD_Q, EARLY_WAIT, Q_REGISTERS, GROUP)),
+            (consume, (gl.constexpr(0), out_desc, lse_ptr, q, k, v, tiles, count, heads, scale, prescale, out_scale, band, D, DV, ACT, ADD_Q, EARLY_WAIT, Q_REGISTERS, GROUP)),
+            (consume, (gl.constexpr(1), out_desc, lse_ptr, q, k, v, tiles, count, heads, scale, prescale, out_scale, band, D, DV, ACT, ADD_Q, EARLY_WAIT, Q_REGISTERS, GROUP)),
             (produce, (q_desc, k_desc, v_desc, q, k, v, tiles, count, heads, sharing, band, D, DV, GROUP)),
         ], [4, 1], [REGISTERS, 24])
     else:
         gl.warp_specialize([
-            (consume, (gl.constexpr(0), out_desc, lse_ptr, q, k, v, order, tiles, count, heads, scale, prescale, out_scale, band, D, DV, ACT, ADD_Q, EARLY_WAIT, Q_REGISTERS, GROUP)),
-            (consume, (gl.constexpr(1), out_desc, lse_ptr, q, k, v, order, tiles, count, heads, scale, prescale, out_scale, band, D, DV, ACT, ADD_Q, EARLY_WAIT, Q_REGISTERS, GROUP)),
-            (consume, (gl.constexpr(2), out_desc, lse_ptr, q, k, v, order, tiles, count, heads, scale, prescale, out_scale, band, D, DV, ACT, ADD_Q, EARLY_WAIT, Q_REGISTERS, GROUP)),
+            (consume, (gl.constexpr(0), out_desc, lse_ptr, q, k, v, tiles, count, heads, scale, prescale, out_scale, band, D, DV, ACT, ADD_Q, EARLY_WAIT, Q_REGISTERS, GROUP)),
+            (consume, (gl.constexpr(1), out_desc, lse_ptr, q, k, v, tiles, count, heads, scale, prescale, out_scale, band, D, DV, ACT, ADD_Q, EARLY_WAIT, Q_REGISTERS, GROUP)),
+            (consume, (gl.constexpr(2), out_desc, lse_ptr, q, k, v, tiles, count, heads, scale, prescale, out_scale, band, D, DV, ACT, ADD_Q, EARLY_WAIT, Q_REGISTERS, GROUP)),
             (produce, (q_desc, k_desc, v_desc, q, k, v, tiles, count, heads, sharing, band, D, DV, GROUP)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])
     # fmt: on

@@ -56,7 +56,7 @@ class ForwardConfig:
     """parts·64 queries and `keys` keys a tile, `stages` key tiles and `q_stages` query tiles in flight.
 
     A work item is `group` query tiles, whose keys stay in shared memory if they fit (only without a window or causal mask).
-    `ordered` consumers issue their products in turn. q_registers keeps the queries of a tile in registers instead of reading them from shared memory for every product.
+    q_registers keeps the queries of a tile in registers instead of reading them from shared memory for every product.
     """
 
     parts: int = 2
@@ -67,7 +67,6 @@ class ForwardConfig:
     q_registers: bool = False
     registers: int = 240
     group: int = 1
-    ordered: bool = False
 
 
 @dataclass(frozen=True)
@@ -168,7 +167,6 @@ def forward_arguments(
         "ADD_Q": call.add_q,
         "PARTS": cfg.parts,
         "GROUP": cfg.group,
-        "ORDERED": cfg.ordered,
         "STAGES": cfg.stages,
         "Q_STAGES": cfg.q_stages,
         "EARLY_WAIT": cfg.early_wait,

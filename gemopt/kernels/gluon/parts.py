@@ -95,46 +95,6 @@ def skip_items(first, second, item, n):
 
 
 @aggregate
-class Order:
-    """Consumers take turns: the i-th step of one comes after the i-th of the one before, and after its own of i - 1."""
-
-    turns: gl.shared_memory_descriptor
-    PARTS: gl.constexpr
-    ORDERED: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, turns, PARTS, ORDERED):
-        self.turns = turns
-        self.PARTS = gl.constexpr(PARTS)
-        self.ORDERED = gl.constexpr(ORDERED)
-
-    @gluon.jit
-    def take(self, part: gl.constexpr, step):
-        if self.ORDERED:
-            first: gl.constexpr = 1 if part == 0 else 0  # the first consumer has the first turn without being given it
-            mbarrier.wait(self.turns.index(part), (step & 1) ^ first)
-
-    @gluon.jit
-    def give(self, part: gl.constexpr):
-        if self.ORDERED:
-            mbarrier.arrive(self.turns.index((part + 1) % self.PARTS), count=1)
-
-    @gluon.jit
-    def skip(self, part: gl.constexpr, step):
-        """Pass on a turn. One that skips a tile releases its items turn by turn: others wait for both."""
-        self.take(part, step)
-        self.give(part)
-
-
-@gluon.jit
-def new_order(PARTS: gl.constexpr, ORDERED: gl.constexpr):
-    turns = gl.allocate_shared_memory(gl.int64, [PARTS, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(PARTS):
-        mbarrier.init(turns.index(i), count=1)
-    return Order(turns, PARTS, ORDERED)
-
-
-@aggregate
 class Columns:
     """Two fp32 numbers for every streamed row, beside the boxes of a ring and released with them."""
 
@@ -252,6 +212,17 @@ class Band:
         if self.BEFORE:
             low = gl.maximum(first + shift - self.before, 0) // ROWS_Y * ROWS_Y
         return low, gl.maximum((high - low + ROWS_Y - 1) // ROWS_Y, 1)
+
+    @gluon.jit
+    def share(self, x, ROWS_X: gl.constexpr, low, n, x_len, y_len, ROWS_Y: gl.constexpr):
+        """Of the `n` streamed tiles from row `low` on, how many the rows `x : x + ROWS_X` do not reach yet, and the number of
+        those that they see: at least one, as in `span`."""
+        if self.BEFORE or self.AFTER:
+            own_low, own_n = self.span(x, ROWS_X, x_len, y_len, ROWS_Y)
+            passed = gl.minimum((own_low - low) // ROWS_Y, n - 1)
+            return passed, gl.minimum(own_n, n - passed)
+        else:
+            return n * 0, n
 
     @gluon.jit
     def shift(self, x_len, y_len):

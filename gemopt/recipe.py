@@ -9,6 +9,7 @@ from typing import Any
 _PRECISIONS = ("keep", "bf16")
 _INNER = ("inductor", "aot_eager", "eager")
 _EMPTY_ROWS = ("zero", "eager")
+PASSES = ("pointwise_convolutions", "jagged_inputs", "unpad", "fuse_norms")  # those that may be left out
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,8 @@ class Recipe:
             taken to cost a fifth more.
         pipeline: name in the entry point group ``gemopt.pipelines``, or a callable
             ``(Captured, Recipe, GraphReport) -> Plan | None``.
-        disabled: names of passes to leave out.
+        disabled: names of passes to leave out: ``"pointwise_convolutions"``, ``"jagged_inputs"``, ``"unpad"``,
+            ``"fuse_norms"``; of another pipeline, whatever that understands.
     """
 
     precision: str = "keep"
@@ -72,6 +74,8 @@ class Recipe:
             disabled,
             "a tuple of pass names",
         )
+        if pipeline == "default":
+            _check(set(disabled) <= set(PASSES), "disabled", disabled, f"names of {', '.join(PASSES)}")
         object.__setattr__(self, "disabled", tuple(disabled))
 
     def _check_padded_outputs(self) -> None:

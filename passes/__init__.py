@@ -6,9 +6,10 @@ from typing import Any
 
 from gemopt.graph.capture import Captured
 from gemopt.graph.plan import Plan
+from gemopt.recipe import Recipe
 
 
-def default_pipeline(captured: Captured, recipe: Any, report: Any) -> Plan | None:
+def default_pipeline(captured: Captured, recipe: Recipe, report: Any) -> Plan | None:
     """Canonicalise, recognise, unpad, fuse norms. Returns the plan of the packed graph, or None where nothing is gained."""
     from gemopt.passes.canonicalise import canonicalise
     from gemopt.passes.convolutions import pointwise_convolutions
@@ -17,14 +18,17 @@ def default_pipeline(captured: Captured, recipe: Any, report: Any) -> Plan | Non
     from gemopt.passes.unpad import unpad
 
     report.record_graph("capture", captured.gm)
-    pointwise_convolutions(captured.gm)
-    jagged_inputs(captured.gm)
+    disabled = set(recipe.disabled)
+    if "pointwise_convolutions" not in disabled:
+        pointwise_convolutions(captured.gm)
+    if "jagged_inputs" not in disabled:
+        jagged_inputs(captured.gm)
     canonicalise(captured.gm)
     report.record_graph("canonicalise", captured.gm)
-    plan = unpad(captured, recipe, report)
+    plan = None if "unpad" in disabled else unpad(captured, recipe, report)
     if plan is not None:
         report.record_graph("unpad", plan.packed)
-        if fuse_norms(captured, plan, recipe, report):
+        if "fuse_norms" not in disabled and fuse_norms(captured, plan, recipe, report):
             report.record_graph("norm fusion", plan.packed)
         report.record_graph("prologue", plan.prologue)
     return plan

@@ -6,7 +6,8 @@ graph. It knows no model and no layer: whatever leads from a mask, a gather or a
 
 Legality rests on three facts. A row outside ``need`` reaches no output and no gradient. A packed tensor holds exactly the
 rows of its predicate, in the order of their positions, so causal order is row order. Everything assumed on the way
-(`Live.assumptions`) is tested by the prologue at every step, and the padded graph runs where a test fails.
+(`Live.assumptions`) is tested by the prologue at every step, and the padded graph runs where a test fails. One thing is not:
+that scores stay 104 above a finite fill, which the report says of the softmax in question.
 """
 
 from __future__ import annotations

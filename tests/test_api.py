@@ -241,7 +241,10 @@ def test_recipe_of() -> None:
     assert Recipe.of(Recipe(inner="eager"), verify=True, strict=None) == Recipe(inner="eager", verify=True)
     assert Recipe.of({"inner": "eager"}, inner="aot_eager").inner == "aot_eager"
     assert Recipe.of(Recipe(strict=True), strict=False).strict is False
-    assert Recipe(disabled=["a"]).disabled == ("a",)  # type: ignore[arg-type]
+    assert Recipe(disabled=["fuse_norms"]).disabled == ("fuse_norms",)  # type: ignore[arg-type]
+    assert Recipe(disabled=("their_own",), pipeline=lambda *a: None).disabled == ("their_own",)
+    with pytest.raises(ValueError, match=r"disabled: got .*fuse_norms"):
+        Recipe(disabled=("norms",))
 
 
 @given(st.one_of(st.floats(allow_nan=True), st.integers(), st.booleans(), st.none(), st.text()))

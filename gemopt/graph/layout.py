@@ -4,8 +4,8 @@ A node is *packable* on a row set if its needed rows are one, its op has a packe
 operands locally. Packed, it does a fraction ``fill`` of its work; every edge between a packed and a padded node costs a
 pack or an unpack. The cheapest assignment is an s-t minimum cut:
 
-    source -> n   capacity of running n packed      fill * work(n)
-    n -> sink     capacity of running n padded      work(n)
+    source -> n   paid where n runs padded          work(n)
+    n -> sink     paid where n runs packed          fill * work(n)
     n -> operand  packing the operand, where n is packed and it is not
     operand -> n  infinite: what can run packed behind a packed tensor does
 
@@ -19,7 +19,7 @@ four, which is all the decision needs).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 import networkx as nx
@@ -216,14 +216,14 @@ class Layout:
             network.add_edge(node, "padded", capacity=_FILL * work)
         for node in self.rows:
             for operand in set(self.operands(node)):
-                cost = _bytes(operand, self.rows[node], self.known.info(operand))
+                cost = self._bytes(operand, self._row_slots(node, operand))
                 if operand in self.rows:
                     network.add_edge(operand, node)
                     network.add_edge(node, operand, capacity=_FILL * cost)
                 elif _has_rows(self.known.info(node), operand, self.rows[node]):
                     network.add_edge(node, "padded", capacity=network[node]["padded"]["capacity"] + _FILL * cost)
             if any(u not in self.rows and not self._absorbs(node, u) for u in node.users if u not in inside):
-                extra = _bytes(node, self.rows[node], self.known.info(node))
+                extra = self._bytes(node, self.rows[node].slots)
                 network[node]["padded"]["capacity"] += extra
         if not self.rows:
             return set()
@@ -246,17 +246,35 @@ class Layout:
         """Byte equivalents per row."""
         info = self.known.info(node)
         rows = self.rows[node]
-        moved = _bytes(node, rows, info) + sum(_bytes(o, rows, self.known.info(o)) for o in self.operands(node))
+        moved = self._bytes(node, rows.slots) + sum(self._bytes(o, self._row_slots(node, o)) for o in self.operands(node))
         if info.kind in ("view", "expand"):
             moved = 0.01
         flops = 0.0
         if info.kind in ("linear", "contraction"):
             first = info.accesses[0]
             contracted = [n for e, n in zip(first.exprs, self.known.info(first.operand).sizes, strict=True) if e is None]
-            flops = 2.0 * math.prod(map(_number, contracted)) * _row_elements(node, rows, info)
+            flops = 2.0 * math.prod(map(_number, contracted)) * _row_elements(info, rows.slots)
         if node in self.sites:
-            flops = 4.0 * _UNKNOWN_SIZE * _row_elements(node, rows, info)
+            flops = 4.0 * _UNKNOWN_SIZE * _row_elements(info, rows.slots)
         return moved + flops / _FLOPS_PER_BYTE
+
+    def _bytes(self, node: fx.Node, row_slots: Collection[int]) -> float:
+        """Of one row of a tensor, whose slots ``row_slots`` the row number stands for."""
+        return _row_elements(self.known.info(node), row_slots) * node.meta["val"].element_size()
+
+    def _row_slots(self, node: fx.Node, operand: fx.Node) -> set[int]:
+        """The slots of an operand that are row axes of ``node``."""
+        site = self.sites.get(node)
+        if site is None:
+            access = self.known.info(node).access(operand)
+            plain = {} if access is None else plain_slots(access)
+            return {plain[s] for s in self.rows[node].slots if s in plain}
+        side = self.sides[node].keys if operand in (site.k, site.v) else self.sides[node].queries
+        for x, exprs in ((site.k, site.k_exprs), (site.v, site.v_exprs), (site.q, site.q_exprs)):
+            if operand is x:
+                own = score_slots(exprs)
+                return {own[a] for a in side.axes if a in own}
+        return set()
 
 
 def _one_grid(site: Site) -> bool:
@@ -274,15 +292,9 @@ def _number(size: sympy.Expr) -> int:
     return int(size) if size.is_Integer else _UNKNOWN_SIZE
 
 
-def _row_elements(node: fx.Node, rows: Rows, info: Info) -> float:
+def _row_elements(info: Info, row_slots: Collection[int]) -> float:
     """Elements per row, as far as they are known."""
-    if info is None:
-        return 1.0
-    return math.prod([_number(s) for s in info.sizes if s not in rows.set.sizes] or [1])
-
-
-def _bytes(node: fx.Node, rows: Rows, info: Info) -> float:
-    return _row_elements(node, rows, info) * node.meta["val"].element_size()
+    return math.prod(_number(n) for s, n in enumerate(info.sizes) if s not in row_slots)
 
 
 def _has_rows(info: Info, operand: fx.Node, rows: Rows) -> bool:

@@ -54,7 +54,7 @@ class Term:
     def key(self) -> str:
         """A total order for commutative operands; equal keys mean equal terms."""
         inner = ",".join(a.key if isinstance(a, Term) else repr(a) for a in self.args)
-        return f"{self.op}({inner})"
+        return f"{self.op}{'#' if self.integer else ''}({inner})"
 
     @cached_property
     def slots(self) -> frozenset[int]:

@@ -325,3 +325,14 @@ def test_ops_that_mix_a_dim(mixed: str) -> None:
 
     report = compared(program, TWO, recipe=gemopt.Recipe(min_saving=0.0))
     assert bool(report.steps_packed) or not mixed.startswith("features")
+
+
+def test_a_disabled_pass_does_nothing() -> None:
+    """Neither a rewrite nor an error, and the same numbers."""
+
+    def program(m: Model, ids: Tensor, valid: Tensor) -> Tensor:
+        return pooled(m.encoded(ids, valid), valid)
+
+    assert compared(program, TWO, recipe=gemopt.Recipe(min_saving=0.0)).rewrites
+    report = compared(program, TWO, recipe=gemopt.Recipe(min_saving=0.0, disabled=("unpad",)))
+    assert not report.rewrites and not report.steps_packed

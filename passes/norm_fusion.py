@@ -200,6 +200,8 @@ def _refusal(gdpa: fx.Node, out: fx.Node, first: Norm, second: Norm) -> Near | N
     if set(gdpa.kwargs) - _PLAIN_GDPA:
         extra = ", ".join(sorted(set(gdpa.kwargs) - _PLAIN_GDPA))
         return Near(out, f"the attention of the block has {extra}")
+    if not isinstance(gdpa.kwargs["activation"], str):
+        return Near(out, "the attention of the block has activations by head")
     return None
 
 

@@ -154,6 +154,7 @@ def draft(
         pairs,
         exists,
         totals,
+        emitter.masks,
     )
     return Draft(live, layout, plan, blind)
 

@@ -115,11 +115,12 @@ class _Attention:
         if not side.set.full and len(slots) == len(side.axes):
             return self._grouped(e.rows_of(x, slots, side.set), kept_units(info, slots), info, exprs, [heads], always, 1)
         token = side.axes[-1]
-        if not side.set.full and len(slots) == 1 and token in own and slots[0] == own[token]:
-            packed = e.axis_of(x, slots[0], side.set.token, side.set)
+        owned = _owned(exprs, self.site) & set(side.axes)  # those that are merged with heads, too
+        if not side.set.full and owned == {token} and token in own:
+            packed = e.axis_of(x, own[token], side.set.token, side.set)
             return self._grouped(packed, kept_units(info, slots), info, exprs, [heads], always, 1)
         groups = [[a for a in side.axes if a is not None], heads]
-        if not slots and not always:
+        if not owned and not always:
             return self._grouped(e.padded(x), all_units(info), info, exprs, groups, False, 0)
         whole = self._grouped(e.padded(x), all_units(info), info, exprs, groups, always, 0, fill={0})
         if side.set.full:
@@ -245,6 +246,7 @@ class _Attention:
 
     def _written_mask(self) -> fx.Node:
         e, sizes = self.e, self.site.sizes
+        e.masks.append(self.dense)
         leaves = {name: e.padded(e.known.values.leaf_nodes[name]) for name in self.dense.leaves}
         writer = TermWriter(e.graph, leaves, e.sizes, self.site.out.meta["val"].device)
         written = writer.write(self.dense, sizes)
@@ -260,13 +262,12 @@ class _Attention:
     def _bias(self) -> fx.Node | None:
         e, total = self.e, None
         for bias in self.site.biases:
-            info = e.known.info(bias.node)
             have: list[int | None] = []
             for expr in bias.exprs:
                 assert expr is not None  # `Walk.joined` takes nothing else
                 have += atoms(expr, self.site.sizes) or []
             tensor = self._dense_form(e.padded(bias.node), have, [self.site.sizes[s] for s in have if s is not None])
-            if info.sizes != () and not bias.node.meta["val"].dtype.is_floating_point:
+            if not bias.node.meta["val"].dtype.is_floating_point:
                 tensor = e.call(aten._to_copy.default, tensor, dtype=self.dtype)
             if bias.coefficient != 1.0:
                 tensor = e.call(aten.mul.Tensor, tensor, bias.coefficient)

@@ -53,7 +53,8 @@ class Emitter:
         self.env: dict[fx.Node, fx.Node] = env  # padded form
         self.phys: dict[fx.Node, fx.Node] = {}  # packed form
         self._converted: dict[Any, fx.Node] = {}
-        self.absorbed: set[fx.Node] = set()  # padded results of packed operands
+        self.absorbed: set[fx.Node] = set()  # padded results of packed operands, and views of them: strides may be others
+        self.masks: list[Term] = []  # predicates that the packed graph computes
         self._at: fx.Node | None = None
 
     # ------------------------------------------------------------ driver
@@ -69,10 +70,11 @@ class Emitter:
                 self.phys[node] = self._packed(node)
             elif self.layout.attended(node):
                 self.env[node] = attend(self, self.layout.sites[node])
+                self.absorbed.add(node)
             else:
                 absorbed = absorb(self, node)
                 self.env[node] = absorbed if absorbed is not None else self._copy(node)
-                if absorbed is not None:
+                if absorbed is not None or self._views_made_here(node):
                     self.absorbed.add(node)
         placeholders_first(self.graph)
         self.graph.eliminate_dead_code(_must_stay)
@@ -84,6 +86,11 @@ class Emitter:
         assert self._at is not None
         node.meta.update({k: self._at.meta[k] for k in _CARRIED_META if k in self._at.meta})
         return node
+
+    def _views_made_here(self, node: fx.Node) -> bool:
+        if not is_tensor(node) or self.known.info(node).kind not in ("view", "expand", "select", "slice"):
+            return False
+        return any(a.operand in self.absorbed or a.operand in self.phys for a in self.known.operands(node))
 
     def _copy(self, node: fx.Node) -> fx.Node:
         if is_tensor(node) and self.known.info(node).kind == "like" and not free_unbacked_symbols(node.meta["val"]):
@@ -192,6 +199,7 @@ class Emitter:
         """A constant tensor of ``node``'s dtype (zeros_like, ones_like, full_like) in another shape."""
         value = node.meta["val"]
         number = {"aten.zeros_like": 0, "aten.ones_like": 1}.get(op_name(node), argument(node, "fill_value"))
+        number = self.env[number] if isinstance(number, fx.Node) else number
         return self.call(aten.full.default, shape, number, dtype=value.dtype, device=value.device)
 
     def aligned(self, access: Access, node: fx.Node, rows: Rows) -> fx.Node:
@@ -201,6 +209,8 @@ class Emitter:
             count = self.call(aten.sym_size.int, self.extras.index(rows.set), 0)
             row_slots = tuple(plain_slots(access)[s] for s in rows.slots)
             return self._filled(access.operand, [count, *self._kept_sizes(operand, row_slots)])
+        if access.operand.meta["val"].ndim == 0:
+            return self.padded(access.operand)  # a number has no say in the dtype of the result; with a dim it would have
         tensor, kept, has_rows = self.fetch(access, rows)
         x_info, info = self.known.info(access.operand), self.known.info(node)
         shift = len(info.dims) - len(x_info.dims)

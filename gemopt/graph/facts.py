@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import sympy
 import torch
@@ -63,7 +63,7 @@ class Analysis:
         self.infos: dict[fx.Node, Info] = {}
         self.tainted: set[fx.Node] = tainted(graph)
         self.facts: dict[fx.Node, Fact] = {}
-        self.values = Values(self.info)
+        self.values = Values(self.info, self.tainted)
         for node in graph.nodes:
             if node in self.tainted:
                 self.infos[node] = accesses.opaque(node, self)
@@ -72,7 +72,7 @@ class Analysis:
                 self.values.visit(node)
                 fact = _fact(node, self)
                 if fact is not None and fact.where != t.FALSE and not math.isnan(fact.value):
-                    self.facts[node] = fact
+                    self.facts[node] = replace(fact, value=_held(fact.value, node.meta["val"].dtype))
 
     def info(self, node: fx.Node) -> Info:
         return self.infos[node]
@@ -82,6 +82,11 @@ class Analysis:
 
     def operands(self, node: fx.Node) -> list[Access]:
         return list(self.infos[node].accesses)
+
+
+def _held(value: float, dtype: torch.dtype) -> float:
+    """A number as a tensor of that dtype holds it."""
+    return torch.tensor(value, dtype=torch.float64).to(dtype).item()
 
 
 Rule = Callable[[fx.Node, Analysis], "Fact | None"]

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from gemopt.graph.capture import regions
-from gemopt.graph.slots import is_tensor
+from gemopt.graph.slots import is_tensor, nodes_in
 
 
 def storage_of(node: fx.Node) -> int | None:
@@ -32,8 +32,8 @@ def mutated_arguments(node: fx.Node) -> list[fx.Node]:
     found = []
     for i, a in enumerate(target._schema.arguments):
         value = node.kwargs.get(a.name, node.args[i] if i < len(node.args) else None)
-        if a.alias_info is not None and a.alias_info.is_write and isinstance(value, fx.Node):
-            found.append(value)
+        if a.alias_info is not None and a.alias_info.is_write:
+            found += nodes_in((value,), {})  # one tensor or a list of them
     return found
 
 

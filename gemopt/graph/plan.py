@@ -9,7 +9,7 @@ it fills the extra inputs with a few index operations; nothing else waits for th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,6 +105,25 @@ def range_bits(extras: Sequence[Extra]) -> list[Bit]:
     return bits
 
 
+def overflow_bits(predicates: Iterable[Term], values: Values) -> list[Bit]:
+    """Data that are summed before they are compared are not so large that eager's sum, or the prologue's, wraps."""
+    sizes: dict[str, int] = {}
+    for p in predicates:
+        for leaf, k in t.summed_reads(p).items():
+            sizes[leaf] = max(sizes.get(leaf, 0), k)
+    bits = []
+    for leaf, k in sizes.items():
+        dtype = values.leaf_nodes[leaf].meta["val"].dtype
+        if dtype not in (torch.int32, torch.int64):
+            continue
+        bound = 2 ** (30 if dtype == torch.int32 else 60) // k
+        extents = values.extents(leaf)
+        element = t.read(leaf, [t.slot(i) for i in range(len(extents))], integer=True)
+        inside = t.and_(t.le(element, t.const(bound)), t.le(t.const(-bound), element))
+        bits.append(Bit(inside, tuple(extents), f"{leaf} lies between -{bound} and {bound}"))
+    return bits
+
+
 def table_bits(totals: Sequence[Total]) -> list[Bit]:
     """A jagged input is read at clamped positions, of which an input without rows has none."""
     texts = {total.count: f"{total.text} are more than 0" for total in totals}
@@ -137,7 +156,9 @@ class Plan:
         pairs: Sequence[tuple[RowSet, RowSet, int | None]] = (),
         exists: Sequence[Exists] = (),
         totals: Sequence[Total] = (),
+        masks: Sequence[Term] = (),
     ) -> None:
+        """``masks``: predicates that the packed graph computes."""
         used = {n.target for n in packed.graph.nodes if n.op == "placeholder" and n.users}
         for node in list(packed.graph.nodes):
             if node.op == "placeholder" and node in extras.nodes.values() and node.target not in used:
@@ -149,6 +170,7 @@ class Plan:
             dict.fromkeys(s for e in self.extras if e.kind != "regular" for s in (e.set, e.target) if s is not None)
         )
         bits = [*map(subset_bit, assumptions), *map(exists_bit, exists), *range_bits(self.extras), *table_bits(totals)]
+        bits += overflow_bits([*(b.predicate for b in bits), *(s.predicate for s in self.sets), *masks], values)
         self.bits = [b for b in dict.fromkeys(bits) if b.predicate != t.TRUE]
         self._expected = self._expectations(totals)
         self.expected = {s.name: text for s, (_, text) in self._expected.items()}

@@ -153,8 +153,7 @@ class TermWriter:
         if op == "linear":
             return self._linear(term, axes)
         if op in ("le0", "eq0", "ne0"):
-            target = {"le0": aten.le.Scalar, "eq0": aten.eq.Scalar, "ne0": aten.ne.Scalar}[op]
-            return self.call(target, self.write(args[0], axes), 0)
+            return self._comparison(op, args[0], axes)
         if op in ("and", "or"):
             return self._fold(aten.logical_and.default if op == "and" else aten.logical_or.default, args, axes)
         if op == "not":
@@ -174,6 +173,23 @@ class TermWriter:
         if op in _BINARY:
             return self.call(_BINARY[op], *(self.write(a, axes) for a in args))
         raise KeyError(f"no way to compute {op}")
+
+    def _comparison(self, op: str, total: Term, axes: Sequence[sympy.Expr]) -> fx.Node:
+        """``total <= 0`` and its kin, without a sum where two things are compared: it might overflow."""
+        scalar, tensor = _COMPARISONS[op]
+        plain = t.plain_comparison(op, total)
+        if plain is None:
+            return self.call(scalar, self.write(total, axes), 0)
+        x, y, strict = plain
+        if isinstance(y, Term):
+            if strict:
+                tensor = aten.lt.Tensor
+            return self.call(tensor, self.write(x, axes), self.write(y, axes))
+        if not -(2**63) <= y < 2**63:
+            return self._constant({"le0": y > 0, "eq0": False, "ne0": True}[op] != strict, torch.bool)
+        if strict:  # y <= x
+            scalar = aten.ge.Scalar
+        return self.call(scalar, self.write(x, axes), y)
 
     def _constant(self, value: Any, dtype: torch.dtype) -> fx.Node:
         return self.call(aten.full.default, [], value, dtype=dtype, device=self.device)
@@ -217,6 +233,8 @@ class TermWriter:
     def _inside(self, index: Term, extent: sympy.Expr, axes: Sequence[sympy.Expr]) -> fx.Node:
         """An index that the term itself makes stays inside; one that is data may raise, as in eager."""
         position = self.write(index, axes)
+        if not index.slots and axes:  # torch 2.13 infers a wrong shape for an index without dims behind one that has some
+            position = self.call(aten.reshape.default, position, [1] * len(axes))
         if index.leaves:
             return position
         last = self.call(aten.add.Tensor, self._constant(self.sizes[extent], torch.int64), -1)
@@ -263,6 +281,12 @@ class TermWriter:
         """The term at every index, flattened row-major: ``[prod(axes)]``."""
         return self.flat(self.expanded(term, axes))
 
+
+_COMPARISONS = {
+    "le0": (aten.le.Scalar, aten.le.Tensor),
+    "eq0": (aten.eq.Scalar, aten.eq.Tensor),
+    "ne0": (aten.ne.Scalar, aten.ne.Tensor),
+}
 
 _BINARY = {
     "le": aten.le.Tensor,

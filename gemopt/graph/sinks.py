@@ -65,6 +65,11 @@ def _reduction(emitter: Emitter, node: fx.Node) -> fx.Node | None:
     inner = [1 + kept.index(d) for d in kept if d in reduced]
     whole = gone == list(range(len(rows.slots)))
     tensor = emitter.phys[x]
+    wide = (
+        name == "aten.mean" and x.meta["val"].dtype == torch.float16
+    )  # a sum may be larger than fp16 where its mean is not
+    if wide:
+        tensor = emitter.call(aten._to_copy.default, tensor, dtype=torch.float32)
     if whole or inner:
         tensor = emitter.call(aten.sum.dim_IntList, tensor, ([0] if whole else []) + inner)
     units: list[Unit] = []
@@ -79,6 +84,8 @@ def _reduction(emitter: Emitter, node: fx.Node) -> fx.Node | None:
     if name == "aten.mean":
         count = sympy.prod([s for d in reduced for s in info.dims[d]])
         tensor = emitter.call(operator.truediv, tensor, emitter.sizes[count])
+    if wide:
+        tensor = emitter.call(aten._to_copy.default, tensor, dtype=torch.float16)
     return emitter.spread(tensor, units, node)
 
 

@@ -240,6 +240,40 @@ def _compare(op: str, t: Term) -> Term:
     return Term(op, (t,))
 
 
+def plain_comparison(op: str, t: Term) -> tuple[Term, Term | int, bool] | None:
+    """What ``t <= 0`` (or ``== 0``) compares, if it compares two things, of which the second may be a number.
+
+    ``(x, y, strict)`` with terms is ``x <= y`` or ``x < y``; with a number ``x <= y``, or ``x >= y`` if strict.
+    """
+    parts, c = as_linear(t)
+    if len(parts) == 1:
+        ((x, k),) = parts.items()
+        return (x, -k * c, op == "le0" and k == -1) if abs(k) == 1 else None
+    if len(parts) != 2 or c not in ((0, 1) if op == "le0" else (0,)):
+        return None
+    (x, k), (y, m) = parts.items()
+    if {k, m} != {1, -1}:
+        return None
+    return (x, y, c == 1) if k == 1 else (y, x, c == 1)
+
+
+def summed_reads(p: Term) -> dict[str, int]:
+    """The leaves whose elements ``p`` adds up before it compares the sum, each with the sum of its coefficients' sizes."""
+    found: dict[str, int] = {}
+    stack: list[Any] = [p]
+    while stack:
+        x = stack.pop()
+        if isinstance(x, tuple):
+            stack += x
+        elif isinstance(x, Term):
+            if x.op in ("le0", "eq0", "ne0") and plain_comparison(x.op, x.args[0]) is None:
+                for part, k in as_linear(x.args[0])[0].items():
+                    for leaf in part.leaves:
+                        found[leaf] = found.get(leaf, 0) + abs(k)
+            stack += x.args
+    return found
+
+
 def not_(p: Term) -> Term:
     if p == TRUE:
         return FALSE

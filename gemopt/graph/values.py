@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import sympy
@@ -26,6 +26,7 @@ from gemopt.graph.terms import Term
 
 _EXACT = (torch.int32, torch.int64)
 _MAX_LEAF_ANCESTORS = 64
+_WHOLE = 2.0**23  # float32 rounds no whole number up to here, and none further on to below it
 _HEAVY = frozenset(
     "aten." + n for n in ["linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "embedding", "conv1d", "conv2d"]
 )
@@ -34,8 +35,10 @@ _HEAVY = frozenset(
 class Values:
     """Computes terms node by node; `info` must be known for a node and its operands first."""
 
-    def __init__(self, info: Callable[[fx.Node], Info]) -> None:
+    def __init__(self, info: Callable[[fx.Node], Info], tainted: Collection[fx.Node] = ()) -> None:
+        """``tainted``: nodes whose storage is written. The prologue runs before the graph and cannot compute from them."""
         self._info = info
+        self._tainted = tainted
         self._terms: dict[fx.Node, Term | None] = {}
         self._representative: dict[Any, fx.Node] = {}
         self._keys: dict[fx.Node, Any] = {}
@@ -91,7 +94,7 @@ class Values:
         """An element of the tensor itself, where the prologue can compute that tensor."""
         dtype = node.meta["val"].dtype
         weights = dtype.is_floating_point and weights_rows(node)
-        if (dtype.is_floating_point and not weights) or dtype.is_complex or not self._computable(node):
+        if (dtype.is_floating_point and not weights) or dtype.is_complex or not computable(node, self._tainted):
             return None
         if any(len(dim) > 1 for dim in self._info(node).dims) or not self.told(self._info(node).sizes):
             return None  # the prologue reads leaves dim by dim
@@ -108,7 +111,7 @@ class Values:
     def _key(self, node: fx.Node) -> Any:
         """Two nodes with one key hold equal tensors: same pure op on operands with equal keys."""
         if node not in self._keys:
-            if node.op != "call_function" or not _pure(node):
+            if node.op != "call_function" or not _pure(node) or node in self._tainted:
                 self._keys[node] = node.name
             else:
                 keys = tuple(self._key(n) for n in nodes_in(node.args, node.kwargs))
@@ -116,9 +119,6 @@ class Values:
                 shape = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: "node")  # type: ignore[arg-type,return-value]
                 self._keys[node] = (node.target, repr(shape), keys)
         return self._keys[node]
-
-    def _computable(self, node: fx.Node) -> bool:
-        return computable(node)
 
 
 def _symbols_of(inputs: Iterable[fx.Node]) -> frozenset[sympy.Symbol]:
@@ -135,8 +135,8 @@ def weights_rows(node: fx.Node) -> bool:
     return node.op == "placeholder" and unknown and not value.requires_grad
 
 
-def computable(node: fx.Node) -> bool:
-    """Whether the prologue may compute this node: pure, cheap, and nothing it reads is trained."""
+def computable(node: fx.Node, tainted: Collection[fx.Node] = ()) -> bool:
+    """Whether the prologue may compute this node: pure, cheap, and nothing it reads is trained or written in place."""
     seen: set[fx.Node] = set()
     stack = [node]
     while stack:
@@ -144,7 +144,7 @@ def computable(node: fx.Node) -> bool:
         if n in seen:
             continue
         seen.add(n)
-        if len(seen) > _MAX_LEAF_ANCESTORS or not _pure(n) or op_name(n) in _HEAVY:
+        if len(seen) > _MAX_LEAF_ANCESTORS or not _pure(n) or op_name(n) in _HEAVY or n in tainted:
             return False
         value = n.meta.get("val")
         if isinstance(value, torch.Tensor) and value.requires_grad:
@@ -215,11 +215,39 @@ def _constant(value: float | None, position: int = 0) -> Rule:
     return rule
 
 
+def _compared(values: Values, node: fx.Node) -> tuple[Term, Term] | None:
+    """The operands of a comparison, their constants as held by the dtype in which torch compares; None where that dtype
+    would round more than constants."""
+    a, b = values.operand(node, 0), values.operand(node, 1)
+    if a is None or b is None:
+        return None
+    dtype = _common_dtype(node)
+    if not dtype.is_floating_point:
+        return a, b
+    rounded = [held(x, dtype) for x in (a, b)]
+    for x, other in ((a, rounded[1]), (b, rounded[0])):
+        if x.op == "add":
+            return None  # of floats: its sum is rounded once more
+        if x.integer and t.constant_value(x) is None:
+            number = None if other is None else t.constant_value(other)
+            if number is None or abs(number) >= _WHOLE:
+                return None
+    return None if None in rounded else (rounded[0], rounded[1])  # type: ignore[return-value]
+
+
+def _common_dtype(node: fx.Node) -> torch.dtype:
+    """In which the two arguments of a pointwise op meet."""
+    given = [x.meta["val"] if isinstance(x, fx.Node) else x for x in node.args[:2]]
+    plain = [1 if isinstance(x, torch.SymInt) else 1.0 if isinstance(x, torch.SymFloat) else x for x in given]
+    return torch.result_type(*plain)  # type: ignore[arg-type]
+
+
 def _compare(make: Callable[[Term, Term], Term], numbers: Callable[[Any, Any], bool]) -> Rule:
     def rule(values: Values, node: fx.Node) -> Term | None:
-        a, b = values.operand(node, 0), values.operand(node, 1)
-        if a is None or b is None:
+        operands = _compared(values, node)
+        if operands is None:
             return None
+        a, b = operands
         if a.op == "where" or b.op == "where":  # a mask as numbers against a threshold
             chosen = lift(numbers, a, b)
             if chosen is not None:
@@ -236,9 +264,10 @@ def _number(x: Term) -> Term:
 
 def _eq(negate: bool) -> Rule:
     def rule(values: Values, node: fx.Node) -> Term | None:
-        a, b = values.operand(node, 0), values.operand(node, 1)
-        if a is None or b is None:
+        operands = _compared(values, node)
+        if operands is None:
             return None
+        a, b = operands
         for x, y in ((a, b), (b, a)):  # mask == 0, mask == True
             value = t.constant_value(y)
             if t.is_predicate(x) and value is not None and value in (0, 1):
@@ -277,6 +306,8 @@ def _arithmetic(exact: Callable[[Term, Term], Term | None], number: Callable[[An
         lifted = lift(number, a, b)
         if lifted is not None:
             return lifted
+        if exact is not t.add and a.leaves and b.leaves:
+            return None  # the difference of two data may wrap, and looks like a comparison of the two
         if dtype in _EXACT and a.integer and b.integer:
             return exact(a, b)
         if exact is t.add and dtype.is_floating_point and _is_choice(a) and _is_choice(b):
@@ -489,8 +520,8 @@ def _division(values: Values, node: fx.Node) -> Term | None:
 
 def _abs(values: Values, node: fx.Node) -> Term | None:
     value = values.operand(node, 0)
-    if value is None or not value.integer or node.meta["val"].dtype not in _EXACT:
-        return None
+    if value is None or not value.integer or value.leaves or node.meta["val"].dtype not in _EXACT:
+        return None  # of data: the least integer is its own absolute value
     return t.call("abs", value, integer=True)
 
 

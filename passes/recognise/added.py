@@ -14,7 +14,7 @@ from gemopt.graph.attention import additive_mask
 from gemopt.graph.facts import Analysis
 from gemopt.graph.slots import Exprs, argument, op_name
 from gemopt.graph.terms import Term
-from gemopt.passes.recognise.walk import CASTS, VIEWS, compose, maskings, renamed
+from gemopt.passes.recognise.walk import compose, is_transparent, maskings, renamed
 
 _MOST_SUMMANDS = 8
 Summand = tuple[fx.Node, Exprs]
@@ -67,7 +67,7 @@ def _summands(
             parts.append((at, over))
         elif name == "aten.add" and argument(at, "alpha", 1) == 1 and len(info.accesses) == 2:
             stack += [(a.operand, compose(a, over)) for a in info.accesses]
-        elif info.kind in VIEWS or name in CASTS:
+        elif is_transparent(at, known):
             (access,) = info.accesses[:1]
             stack.append((access.operand, compose(access, over)))
         elif masked := _masked(known, at, over):

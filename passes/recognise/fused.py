@@ -9,7 +9,7 @@ from torch import fx
 from gemopt.graph import terms as t
 from gemopt.graph.attention import Joined, Site
 from gemopt.graph.facts import HIDING_FILL, Analysis
-from gemopt.graph.slots import Exprs, Info, argument, broadcast, op_name
+from gemopt.graph.slots import Exprs, Info, NotUnderstood, argument, broadcast, op_name
 from gemopt.graph.terms import Term
 from gemopt.passes.recognise.added import over_scores, read_added
 from gemopt.passes.recognise.products import through_copies, widths
@@ -34,7 +34,10 @@ def fused_site(node: fx.Node, known: Analysis) -> Site:
     key = len(sizes) - 1
 
     def over_scores(operand: Info, token: int) -> Exprs:
-        leading = broadcast([Info(operand.dims[:-2]), Info(batch)], [sympy.prod(d) for d in batch])[1][0]
+        try:
+            leading = broadcast([Info(operand.dims[:-2]), Info(batch)], [sympy.prod(d) for d in batch])[1][0]
+        except NotUnderstood as error:
+            raise NoMatch(node, str(error)) from error
         tokens = tuple(t.slot(token) for _ in operand.dims[-2])
         return (*leading, *tokens, *((None,) * len(operand.dims[-1])))
 
@@ -73,7 +76,10 @@ def _mask(node: fx.Node, known: Analysis, scores: Info) -> tuple[Term, float, tu
     mask = argument(node, "attn_mask")
     if mask is None:
         return t.TRUE, -float("inf"), ()
-    exprs = broadcast([known.info(mask), scores], [sympy.prod(d) for d in scores.dims])[1][0]
+    try:
+        exprs = broadcast([known.info(mask), scores], [sympy.prod(d) for d in scores.dims])[1][0]
+    except NotUnderstood as error:
+        raise NoMatch(node, f"the mask: {error}") from error
     term = over_scores(known, mask, exprs)
     if mask.meta["val"].dtype == torch.bool:
         if term is None:

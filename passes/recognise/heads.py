@@ -32,8 +32,9 @@ def step_by_head(walk: Walk, step: Step) -> None:
     exprs: list[Exprs] = []
     for access, first, count in _places(walk):
         part = replace(
-            walk, at=access.operand, exprs=compose(access, walk.exprs), biases=[], factors=[], q_factors=[], interior=[]
-        )
+            walk, at=access.operand, exprs=compose(access, walk.exprs), factors=[], interior=[],
+            biases=[], lifted=[], q_factors=[],
+        )  # fmt: skip
         _to_scores(part, step)
         names += [part.score] * count
         parts.append(part)

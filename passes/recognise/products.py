@@ -204,7 +204,7 @@ def _assemble(walk: Walk, inner: Product, outer: Product, weights: Access, value
             return None  # a product with weights that every sequence shares: a layer, not attention
         raise NoMatch(inner.node, "every sequence has the same keys and values")
     mask = _mask(walk, out)
-    check_fill(out, known, walk.fill, walk.biases)
+    check_fill(out, known, walk.fill, [*walk.biases, *walk.lifted])
     query = _query_axis(qs - ks - vs, mask, key, sizes)
     parts = split_mask(mask, query, key)
     if walk.score == "identity" and parts.key == t.TRUE and parts.band.unbounded and parts.rest == t.TRUE:

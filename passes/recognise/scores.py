@@ -21,7 +21,11 @@ from gemopt.graph.values import lift
 from gemopt.passes.recognise.added import over_scores, read_added
 from gemopt.passes.recognise.walk import MASK_HINT, NoMatch, Walk, is_binary, maskings, owned, slots_of
 
-_SHRINKING = ("aten.div", "aten.clamp", "aten.clamp_min", "aten.clamp_max", "aten.remainder", "aten.slice", "aten.select")
+_BOUNDING = ("aten.clamp", "aten.clamp_min", "aten.clamp_max", "aten.remainder")
+_UNBOUNDED = ("aten.log", "aten.log2", "aten.log10", "aten.reciprocal", "aten.rsqrt")
+_MADE_OF_OPERANDS = (
+    ["pointwise", "view", "expand", "select", "slice", "gather"] + ["cat", "stack", "repeat", "index", "triangle"]
+)  # fmt: skip
 SMALLEST_SCALED_FILL = -1000.0  # the same, divided by sqrt(head_dim) together with the scores
 
 
@@ -113,7 +117,8 @@ def check_fill(node: fx.Node, known: Analysis, fill: float, biases: Sequence[Joi
 
 
 def _may_be_low(bias: fx.Node, known: Analysis) -> bool:
-    """Whether a number as large as a fill takes part in what is added to the scores."""
+    """Whether a number as large as a fill, or a logarithm, takes part in what is added to the scores. What layers compute,
+    and the elements of inputs, are trusted to be of the size of scores."""
     stack, seen = [bias], set()
     while stack:
         node = stack.pop()
@@ -121,17 +126,42 @@ def _may_be_low(bias: fx.Node, known: Analysis) -> bool:
             continue
         seen.add(node)
         value = known.value(node)
-        given = (*node.args, *node.kwargs.values())
-        numbers = {float(a) for a in given if isinstance(a, int | float) and not isinstance(a, bool)}
-        if value is not None:
-            numbers = constants(value)
-        elif op_name(node) in _SHRINKING:
-            numbers = set()
-        if any(abs(x) >= -SMALLEST_SCALED_FILL for x in numbers):
+        if any(abs(x) >= -SMALLEST_SCALED_FILL for x in (_numbers_in(node, known) if value is None else constants(value))):
             return True
-        if value is None and known.info(node).kind in ("pointwise", "view", "expand", "select", "slice", "gather"):
+        if value is None and known.info(node).kind in _MADE_OF_OPERANDS:
             stack += [a.operand for a in known.operands(node)]
     return False
+
+
+def _numbers_in(node: fx.Node, known: Analysis) -> set[float]:
+    """Sizes that the op of ``node`` may give to what it computes from numbers of the size of 1."""
+    name, info = op_name(node), known.info(node)
+    if name == "aten.constant_pad_nd":
+        return {float(argument(node, "value") or 0)}
+    if info.kind != "pointwise" or name in _BOUNDING:
+        return set()
+    if name == "aten.div":
+        given = [a for a in node.args[1:2] if isinstance(a, int | float)]
+        return {1 / abs(a) if a else math.inf for a in given} | _scalars(node)
+    if name in _UNBOUNDED and not _at_least_one(node.args[0], known):
+        return {math.inf}
+    given = [*node.args, *node.kwargs.values()]  # type: ignore[list-item]
+    return {float(a) for a in given if isinstance(a, int | float) and not isinstance(a, bool)} | _scalars(node)
+
+
+def _scalars(node: fx.Node) -> set[float]:
+    """A buffer of one element that multiplies may hold any number."""
+    if op_name(node) not in ("aten.mul", "aten.div"):
+        return set()
+    inputs = [n for n in node.all_input_nodes if is_tensor(n) and n.op in ("placeholder", "get_attr")]
+    return {math.inf for n in inputs if n.meta["val"].ndim == 0 and not n.meta["val"].requires_grad}
+
+
+def _at_least_one(node: object, known: Analysis) -> bool:
+    """``x + 1`` of a distance, say: its logarithm is no mask."""
+    if not isinstance(node, fx.Node) or op_name(node) != "aten.add":
+        return False
+    return any(isinstance(a, int | float) and a >= 1 for a in node.args)
 
 
 def _vanishes(walk: Walk, score: float) -> bool:
@@ -221,13 +251,18 @@ def _constant_added(walk: Walk, position: int) -> bool:
     access = walk.access_of(position)
     if access is None or walk.score != "softmax":
         return False
-    if walk.number_of(1 - position) is None:
+    number = walk.number_of(1 - position)
+    if number is not None and walk.fill > -math.inf and -abs(number * walk.scale) <= SMALLEST_SCALED_FILL:
+        raise NoMatch(walk.at, f"{number:g} is added to scores of which masked ones are set to {walk.fill:g} afterwards")
+    if number is None:
         joined = walk.joined(1 - position)
         if joined is None or walk.key in slots_of(joined.exprs):
             return False
         own = walk.joined(position)
         if own is None or walk.key not in slots_of(own.exprs):
             return False
+        if walk.fill > -math.inf:
+            walk.lifted.append(joined)
     walk.move(access)
     return True
 
@@ -240,6 +275,8 @@ def _bias_added(walk: Walk, subtract: bool) -> bool:
         raise NoMatch(node, "of two tensors that are added, none or both are a product of queries and keys")
     if walk.unknown_scale:
         raise NoMatch(node, "a bias is scaled by a tensor together with the scores")
+    if not all(is_tensor(a) for a in node.args[:2] if isinstance(a, fx.Node)):
+        raise NoMatch(node, "a size is added to the scores")
     access, bias = walk.access_of(scores), walk.joined(1 - scores)
     assert access is not None and bias is not None
     join_added(walk, bias, -1.0 if subtract and scores == 0 else 1.0)

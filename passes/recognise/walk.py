@@ -36,6 +36,13 @@ class NoMatch(Exception):
         self.miss = Miss(node, reason, hint)
 
 
+def is_transparent(node: fx.Node, known: Analysis) -> bool:
+    """A view, copy or cast: the numbers are the same but for the rounding of floats."""
+    if known.info(node).kind in VIEWS:
+        return True
+    return op_name(node) in CASTS and node.meta["val"].dtype.is_floating_point
+
+
 # (condition, what is kept, the fill, whether it is kept where the condition holds): positions of arguments.
 Masking = tuple[int, int, int, bool]
 
@@ -72,6 +79,7 @@ class Walk:
     dropout: float = 0.0
     unknown_scale: bool = False  # scaled by a tensor: fills further back have no known size
     biases: list[Joined] = field(default_factory=list)
+    lifted: list[Joined] = field(default_factory=list)  # added to scores below a finite fill, and the same for all keys
     factors: list[Joined] = field(default_factory=list)
     q_factors: list[Joined] = field(default_factory=list)
     interior: list[fx.Node] = field(default_factory=list)

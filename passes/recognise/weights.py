@@ -13,7 +13,7 @@ from gemopt.graph import terms as t
 from gemopt.graph.slots import Access, Exprs, argument, is_tensor, op_name
 from gemopt.graph.terms import Term
 from gemopt.passes.recognise.heads import step_by_head
-from gemopt.passes.recognise.walk import CASTS, MASK_HINT, VIEWS, NoMatch, Walk, compose, is_binary, slots_of
+from gemopt.passes.recognise.walk import CASTS, MASK_HINT, VIEWS, NoMatch, Walk, compose, is_binary, is_transparent, slots_of
 
 _SOFTMAX = ("aten.softmax", "aten._softmax", "aten.special_softmax")
 _LOG_SOFTMAX = ("aten.log_softmax", "aten._log_softmax", "aten.special_log_softmax")
@@ -168,7 +168,7 @@ def _exponential(walk: Walk) -> bool:
     node = walk.at
     inner = walk.known.info(node).accesses[0].operand
     passed = [node]
-    while op_name(inner) in CASTS:
+    while op_name(inner) in CASTS and is_transparent(inner, walk.known):
         passed.append(inner)
         inner = walk.known.info(inner).accesses[0].operand
     if op_name(inner) in _LOG_SOFTMAX:
@@ -193,7 +193,7 @@ def _minus_logsumexp(walk: Walk, node: fx.Node) -> bool:
         return False
     x, total = walk.known.info(node).accesses
     below, exprs = total.operand, compose(total, walk.exprs)
-    while walk.known.info(below).kind in VIEWS or op_name(below) in CASTS:
+    while is_transparent(below, walk.known):
         access = walk.known.info(below).accesses[0]
         below, exprs = access.operand, compose(access, exprs)
     return op_name(below) == "aten.logsumexp" and _over_keys_of(walk, below, exprs, x)
@@ -213,7 +213,7 @@ def _normalised_exponentials(walk: Walk) -> bool:
     if numerator is None or denominator is None or walk.key not in slots_of(compose(numerator, walk.exprs)):
         return False
     below, exprs = denominator.operand, compose(denominator, walk.exprs)
-    while walk.known.info(below).kind in VIEWS or op_name(below) in CASTS:
+    while is_transparent(below, walk.known):
         access = walk.known.info(below).accesses[0]
         below, exprs = access.operand, compose(access, exprs)
     if op_name(below) != "aten.sum":

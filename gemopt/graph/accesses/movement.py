@@ -22,6 +22,7 @@ from gemopt.graph.slots import (
     expr_of,
     fresh,
     identity,
+    is_tensor,
     reshape,
     shape_of,
 )
@@ -110,6 +111,8 @@ def select(node: fx.Node, ctx: Context) -> Info:
 
 
 def _size_argument(value: Any) -> sympy.Expr:
+    if isinstance(value, fx.Node) and is_tensor(value):
+        raise NotUnderstood("a position that a tensor holds")
     return expr_of(value.meta["val"] if isinstance(value, fx.Node) else value)
 
 

@@ -212,7 +212,8 @@ def _assemble(walk: Walk, inner: Product, outer: Product, weights: Access, value
         if query is None or sizes[query].is_Integer or not all(n.is_Integer for n in (sizes[key], *contracted)):
             return None  # a product of three matrices; with a memory of known size for each sequence, it is this attention
     interior = (weights.operand, *walk.interior, *outer.interior, inner.node, *inner.interior)
-    _check_escapes(interior, out)
+    joined = [j.node for j in (*walk.biases, *walk.factors, *walk.q_factors)]
+    _check_escapes(interior, out, {q.operand, k.operand, k_operand, values.operand, v_operand, *joined})
     return Site(
         out=out, q=q.operand, k=k_operand, v=v_operand, q_exprs=q.exprs, k_exprs=k_exprs, v_exprs=v_exprs,
         out_slots=out_slots, query=query, key=key, mask=mask, scale=walk.scale, dropout=walk.dropout, fill=walk.fill,
@@ -326,12 +327,13 @@ def _query_axis(own: frozenset[int], mask: t.Term, key: int, sizes: tuple[sympy.
     return max(own)
 
 
-def _check_escapes(interior: tuple[fx.Node, ...], out: fx.Node) -> None:
-    """Nothing inside may be read from outside: the padded scores would have to be computed all the same."""
+def _check_escapes(interior: tuple[fx.Node, ...], out: fx.Node, operands: set[fx.Node]) -> None:
+    """Nothing inside may be read from outside, nor by what the attention reads: the padded scores would have to be computed
+    all the same."""
     inside = set(interior)
     for node in interior:
         for user in node.users:
-            escaped = None if user is out else _escape(user, inside)
+            escaped = None if user is out else _escape(user, inside, operands)
             if escaped is not None:
                 raise NoMatch(
                     escaped, f"an intermediate of the attention ({node.name}) is used elsewhere",
@@ -339,11 +341,14 @@ def _check_escapes(interior: tuple[fx.Node, ...], out: fx.Node) -> None:
                 )  # fmt: skip
 
 
-def _escape(user: fx.Node, inside: set[fx.Node]) -> fx.Node | None:
-    """``user`` if a value leaves ``inside`` through it for good; a side path that returns is part of the attention."""
+def _escape(user: fx.Node, inside: set[fx.Node], operands: set[fx.Node]) -> fx.Node | None:
+    """``user`` if a value leaves ``inside`` through it for good, or comes back as one of ``operands``; a side path that
+    returns otherwise (a row maximum) is part of the attention."""
     stack, seen = [user], set()
     while stack:
         n = stack.pop()
+        if n in operands:
+            return user
         if n in inside or n in seen:
             continue
         seen.add(n)

@@ -408,6 +408,12 @@ NEAR: dict[str, Callable[[In], Any]] = {
     "sdpa_shared_keys": lambda i: F.scaled_dot_product_attention(i.by_head()[0], i.by_head()[1][:1], i.by_head()[2]),
     "sdpa_mask_of_queries": lambda i: F.scaled_dot_product_attention(
         *i.by_head(), attn_mask=i.m[:, None, :i.queries, None] | i.key_mask()),
+    "weights_in_values": lambda i: (lambda w, v: (w[..., None] * (v + w.sum((-1, -2), keepdim=True))[:, :, None]).sum(-2))(
+        _fill(i, i.scores).softmax(-1), i.by_head()[2]),
+    "weights_in_queries": lambda i: (lambda q, s: ((q * s.amax(-1, keepdim=True)) @ i.by_head()[1].mT + s).softmax(-1)
+                                     @ i.by_head()[2])(i.by_head()[0], _fill(i, i.scores).softmax(-1)),
+    "weights_over_their_largest": lambda i: (lambda w: (w / w.amax(-1, keepdim=True)) @ i.by_head()[2])(
+        i.scores.sigmoid() * i.key_mask()),
     "rounded_to_integers": lambda i: _finish(i, i.scores.long().double()),
     "rounded_weights": lambda i: ((i.scores.long().double() * (i.by_head()[0] @ i.by_head()[1].mT).sum(-1, keepdim=True))
                                   * i.key_mask()) @ i.by_head()[2],
@@ -423,7 +429,7 @@ NEVER = [
     "weights_detached", "scores_returned", "raw_scores_returned", "scores_detached", "scale_per_element",
     "scale_rounded", "scale_negative_of_inf", "fill_small", "fill_positive", "capped_scores",
     "einsum_sums_apart", "einsum_features_crossed", "einsum_values_apart", "einsum_out_without_queries", "pooling",
-    "dropout_on_scores", "rounded_to_integers", "rounded_weights",
+    "dropout_on_scores", "weights_in_values", "weights_over_their_largest", "rounded_to_integers", "rounded_weights",
 ]  # fmt: skip
 
 

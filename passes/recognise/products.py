@@ -77,20 +77,41 @@ def leads_to_score_function(node: fx.Node, known: Analysis) -> bool:
 
 
 def behind(node: fx.Node, known: Analysis) -> Iterator[fx.Node]:
-    """What element-wise steps, views and softmaxes lead back to, products included. Behind heads that are joined, the parts
-    of the heads too."""
-    stack: list[tuple[fx.Node, tuple[str, ...]]] = [(node, ("pointwise", "view", "expand", "cat", "stack"))]
+    """What element-wise steps, views and softmaxes lead back to, products included, also from parts of the heads that are
+    joined."""
+    stack: list[fx.Node] = [node]
     seen: set[fx.Node] = set()
     while stack and len(seen) < _LONGEST_WALK:
-        n, passed = stack.pop()
+        n = stack.pop()
         if n in seen or not is_tensor(n) or n not in known.infos or not n.meta["val"].dtype.is_floating_point:
             continue
         seen.add(n)
         yield n
         kind = known.info(n).kind
-        if product(n, known) is None and (kind in passed or "softmax" in op_name(n)):
-            parts = ("slice", "select") if kind in ("cat", "stack") else ()
-            stack += [(a.operand, passed + parts) for a in known.operands(n)]
+        if kind in ("cat", "stack"):
+            paths = [_to_slice(a.operand, known) for a in known.operands(n)]
+            if all(paths):
+                yield from (x for path in paths for x in path)
+                stack += [known.info(path[-1]).accesses[0].operand for path in paths]
+        elif product(n, known) is None and (kind in ("pointwise", "view", "expand") or "softmax" in op_name(n)):
+            stack += [a.operand for a in known.operands(n)]
+
+
+def _to_slice(part: fx.Node, known: Analysis) -> list[fx.Node]:
+    """From a part of the heads back to the slice that it is a function of; empty where it is none."""
+    stack: list[fx.Node] = [part]
+    seen: list[fx.Node] = []
+    while stack and len(seen) < _LONGEST_WALK:
+        n = stack.pop()
+        seen.append(n)
+        kind = known.info(n).kind
+        if kind in ("slice", "select"):
+            while known.info(n := known.info(n).accesses[0].operand).kind in ("slice", "select", "view"):
+                seen.append(n)
+            return seen
+        if kind in ("pointwise", "view", "expand") or "softmax" in op_name(n):
+            stack += [a.operand for a in known.operands(n) if a.operand not in seen]
+    return []
 
 
 def is_weight(node: fx.Node) -> bool:

@@ -23,9 +23,6 @@ from gemopt.passes.recognise.walk import Miss, NoMatch
 
 __all__ = ["Miss", "recognise"]
 
-_SOFTMAX = ("aten.softmax", "aten._softmax", "aten.special_softmax", "aten.log_softmax", "aten._log_softmax")
-
-
 def recognise(graph: fx.Graph, known: Analysis) -> tuple[list[Site], list[Miss]]:
     """All attentions of a graph, and the candidates that are not one."""
     sites: list[Site] = []

@@ -2,7 +2,7 @@
 
 Softmax is met as ``softmax``, ``exp(log_softmax)`` or ``e / e.sum(keys)`` with ``e = exp(..)``; an activation by its op, as
 ``relu(x) ** 2`` or ``x * sigmoid(x)``. Between it and the product with the values, a factor without a key axis leaves the
-product; a factor that depends on the key alone moves to the values.
+product; one that varies over keys and is no mask is refused.
 """
 
 from __future__ import annotations
@@ -98,11 +98,11 @@ def _multiplied(walk: Walk, divide: bool) -> bool:
         access = walk.access_of(position)
         if access is not None and _is_weights(walk, access) and _factor(walk, access, 1 - position, divide):
             return True
-    raise NoMatch(node, "weights are multiplied by a tensor that varies over queries and keys and is not a mask")
+    raise NoMatch(node, "weights are multiplied by a tensor that varies over keys and is not a mask")
 
 
 def _is_weights(walk: Walk, access: Access) -> bool:
-    """Whether an operand has the key axis: of two that have it, the one that is computed from scores comes first."""
+    """Whether an operand has the key axis; of two that have it, `_factor` takes neither as a plain factor."""
     return walk.key in slots_of(compose(access, walk.exprs))
 
 

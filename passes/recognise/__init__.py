@@ -23,6 +23,7 @@ from gemopt.passes.recognise.walk import Miss, NoMatch
 
 __all__ = ["Miss", "recognise"]
 
+
 def recognise(graph: fx.Graph, known: Analysis) -> tuple[list[Site], list[Miss]]:
     """All attentions of a graph, and the candidates that are not one."""
     sites: list[Site] = []

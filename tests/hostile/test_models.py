@@ -16,7 +16,7 @@ from gemopt.testing import assert_equivalent
 from ..models import CASES, ModelCase
 from ..models import parts as spelled
 from ..models.registry import ids_and_lengths
-from .common import compiled, gradients, sweep
+from .common import SWEEPING, compiled, gradients, sweep
 
 QUICK = {
     *("masked_mean", "padded_hidden", "valid_not_ge", "fill_additive_1e4", "fill_inplace", "attend_einsum", "sasrec"),
@@ -84,7 +84,7 @@ def check_choices(chosen, seed):
 QUIETLY = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture, HealthCheck.data_too_large]
 
 
-@settings(max_examples=3, deadline=None, derandomize=True, suppress_health_check=QUIETLY, database=None)
+@settings(max_examples=30 if SWEEPING else 1, deadline=None, derandomize=True, suppress_health_check=QUIETLY, database=None)
 @given(choices(quick=True), st.integers(0, 99))
 def test_any_mixture_of_spellings(chosen, seed):
     check_choices(chosen, seed)

@@ -75,7 +75,7 @@ def test_matches_reference_in_half(name: str, dtype: torch.dtype) -> None:
     check(case_of(name), dtype, DEVICE)
 
 
-@pytest.mark.parametrize("d", [16, 40, 136, 256] if INTERPRETED else range(16, 257, 8))
+@pytest.mark.parametrize("d", [16, 136] if INTERPRETED else range(16, 257, 8))
 def test_head_dims(d: int) -> None:
     """Every multiple of 8, values of another size, shared key heads."""
     dv = 264 - d if d < 256 else 16

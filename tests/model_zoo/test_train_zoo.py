@@ -89,7 +89,7 @@ def test_command_reports_tasks_domains_and_mfu(tmp_path, capsys, monkeypatch):
     assert "cvr" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@sweep
 @QUICK_AND_GEM
 def test_useful_flops_follow_the_lengths(model):
     """Twice the events at the same padded size: more useful FLOPs, the same padded ones."""

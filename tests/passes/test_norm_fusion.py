@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gemopt
+from tests.hostile.common import sweep
 
 HEADS, HEAD_DIM, KEYS = 2, 8, 5
 WIDTH = HEADS * HEAD_DIM
@@ -190,6 +191,7 @@ def test_block_becomes_one_op(name: str) -> None:
     assert not reasons(report)
 
 
+@sweep
 def test_a_chain_of_blocks_under_autograd() -> None:
     """The second block reads what the first has become."""
     recipe = gemopt.Recipe(inner="aot_eager", min_saving=0.0, strict=True)

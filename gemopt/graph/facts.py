@@ -27,7 +27,7 @@ from gemopt.graph.mutation import tainted
 from gemopt.graph.prologue import writable
 from gemopt.graph.slots import Access, Info, argument, forward, is_tensor, op_name, shape_of
 from gemopt.graph.terms import Term
-from gemopt.graph.values import Values
+from gemopt.graph.values import Values, rounded
 
 _LOW = -100.0
 HIDING_FILL = -9984.0  # -1e4 in bfloat16: exp() of it is 0 beside any score that a model makes
@@ -72,7 +72,7 @@ class Analysis:
                 self.values.visit(node)
                 fact = _fact(node, self)
                 if fact is not None and fact.where != t.FALSE and not math.isnan(fact.value):
-                    self.facts[node] = replace(fact, value=_held(fact.value, node.meta["val"].dtype))
+                    self.facts[node] = replace(fact, value=rounded(fact.value, node.meta["val"].dtype))
 
     def info(self, node: fx.Node) -> Info:
         return self.infos[node]
@@ -82,11 +82,6 @@ class Analysis:
 
     def operands(self, node: fx.Node) -> list[Access]:
         return list(self.infos[node].accesses)
-
-
-def _held(value: float, dtype: torch.dtype) -> float:
-    """A number as a tensor of that dtype holds it."""
-    return torch.tensor(value, dtype=torch.float64).to(dtype).item()
 
 
 Rule = Callable[[fx.Node, Analysis], "Fact | None"]

@@ -18,7 +18,7 @@ are never followed), hence ``pos < n``, ``pos <= n - 1`` and ``not (pos >= n)`` 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property, reduce
 from typing import Any, ClassVar
 
@@ -260,18 +260,24 @@ def plain_comparison(op: str, t: Term) -> tuple[Term, Term | int, bool] | None:
 def summed_reads(p: Term) -> dict[str, int]:
     """The leaves whose elements ``p`` adds up before it compares the sum, each with the sum of its coefficients' sizes."""
     found: dict[str, int] = {}
+    for x in _parts(p):
+        if x.op in ("le0", "eq0", "ne0") and plain_comparison(x.op, x.args[0]) is None:
+            for part, k in as_linear(x.args[0])[0].items():
+                for leaf in part.leaves:
+                    found[leaf] = found.get(leaf, 0) + abs(k)
+    return found
+
+
+def _parts(p: Term) -> Iterator[Term]:
+    """``p`` and every term in it, indices of reads included; one that stands twice comes twice."""
     stack: list[Any] = [p]
     while stack:
         x = stack.pop()
         if isinstance(x, tuple):
             stack += x
         elif isinstance(x, Term):
-            if x.op in ("le0", "eq0", "ne0") and plain_comparison(x.op, x.args[0]) is None:
-                for part, k in as_linear(x.args[0])[0].items():
-                    for leaf in part.leaves:
-                        found[leaf] = found.get(leaf, 0) + abs(k)
+            yield x
             stack += x.args
-    return found
 
 
 def not_(p: Term) -> Term:
@@ -405,17 +411,8 @@ def rebuild(t: Term, at_slot: Callable[[int], Term]) -> Term:
 
 def reads_at(p: Term, i: int) -> list[tuple[str, int]]:
     """The reads in ``p`` that have slot ``i`` as an index: leaf and position of the index."""
-    found: list[tuple[str, int]] = []
-    stack: list[Any] = [p]
-    while stack:
-        x = stack.pop()
-        if isinstance(x, tuple):
-            stack += x
-        elif isinstance(x, Term):
-            if x.op == "read":
-                found += [(x.args[0], k) for k, index in enumerate(x.args[1]) if index == slot(i)]
-            stack += x.args
-    return found
+    reads = (x for x in _parts(p) if x.op == "read")
+    return [(x.args[0], k) for x in reads for k, index in enumerate(x.args[1]) if index == slot(i)]
 
 
 def project(p: Term, keep: frozenset[int]) -> Term:

@@ -224,15 +224,15 @@ def _compared(values: Values, node: fx.Node) -> tuple[Term, Term] | None:
     dtype = _common_dtype(node)
     if not dtype.is_floating_point:
         return a, b
-    rounded = [held(x, dtype) for x in (a, b)]
-    for x, other in ((a, rounded[1]), (b, rounded[0])):
+    x_held, y_held = held(a, dtype), held(b, dtype)
+    for x, other in ((a, y_held), (b, x_held)):
         if x.op == "add":
             return None  # of floats: its sum is rounded once more
         if x.integer and t.constant_value(x) is None:
             number = None if other is None else t.constant_value(other)
             if number is None or abs(number) >= _WHOLE:
                 return None
-    return None if None in rounded else (rounded[0], rounded[1])  # type: ignore[return-value]
+    return None if x_held is None or y_held is None else (x_held, y_held)
 
 
 def _common_dtype(node: fx.Node) -> torch.dtype:
@@ -385,6 +385,11 @@ def convert(value: Term, source: torch.dtype, target: torch.dtype) -> Term | Non
     return value if source in _EXACT and target == torch.int64 else None
 
 
+def rounded(number: float, dtype: torch.dtype) -> float:
+    """A number as a tensor of a floating dtype holds it."""
+    return torch.tensor(number, dtype=torch.float64).to(dtype).item()
+
+
 def held(value: Term, dtype: torch.dtype) -> Term | None:
     """The term with its constants as a tensor of that dtype holds them: rounded, truncated, wrapped."""
     if value.op == "where" and not t.is_predicate(value):
@@ -393,7 +398,7 @@ def held(value: Term, dtype: torch.dtype) -> Term | None:
     if number is None:
         return value
     if dtype.is_floating_point:
-        return t.const(torch.tensor(float(number), dtype=torch.float64).to(dtype).item())
+        return t.const(rounded(float(number), dtype))
     if not math.isfinite(number) or abs(number) >= 2**63:
         return None
     return t.const(torch.tensor(int(number)).to(dtype).item())

@@ -143,7 +143,7 @@ def _numbers_in(node: fx.Node, known: Analysis) -> set[float]:
     if name == "aten.div":
         given = [a for a in node.args[1:2] if isinstance(a, int | float)]
         return {1 / abs(a) if a else math.inf for a in given} | _scalars(node)
-    if name in _UNBOUNDED and not _at_least_one(node.args[0], known):
+    if name in _UNBOUNDED and not _at_least_one(node.args[0]):
         return {math.inf}
     given = [*node.args, *node.kwargs.values()]  # type: ignore[list-item]
     return {float(a) for a in given if isinstance(a, int | float) and not isinstance(a, bool)} | _scalars(node)
@@ -157,7 +157,7 @@ def _scalars(node: fx.Node) -> set[float]:
     return {math.inf for n in inputs if n.meta["val"].ndim == 0 and not n.meta["val"].requires_grad}
 
 
-def _at_least_one(node: object, known: Analysis) -> bool:
+def _at_least_one(node: object) -> bool:
     """``x + 1`` of a distance, say: its logarithm is no mask."""
     if not isinstance(node, fx.Node) or op_name(node) != "aten.add":
         return False

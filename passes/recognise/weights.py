@@ -192,11 +192,17 @@ def _minus_logsumexp(walk: Walk, node: fx.Node) -> bool:
     if len(walk.known.info(node).accesses) != 2 or argument(node, "alpha", 1) != 1:
         return False
     x, total = walk.known.info(node).accesses
-    below, exprs = total.operand, compose(total, walk.exprs)
+    below, exprs = _behind_views(walk, total)
+    return op_name(below) == "aten.logsumexp" and _over_keys_of(walk, below, exprs, x)
+
+
+def _behind_views(walk: Walk, access: Access) -> tuple[fx.Node, Exprs]:
+    """What an operand is a view or copy of, and its slots over the score slots."""
+    below, exprs = access.operand, compose(access, walk.exprs)
     while is_transparent(below, walk.known):
         access = walk.known.info(below).accesses[0]
         below, exprs = access.operand, compose(access, exprs)
-    return op_name(below) == "aten.logsumexp" and _over_keys_of(walk, below, exprs, x)
+    return below, exprs
 
 
 def _over_keys_of(walk: Walk, reduced: fx.Node, exprs: Exprs, of: Access) -> bool:
@@ -212,10 +218,7 @@ def _normalised_exponentials(walk: Walk) -> bool:
     numerator, denominator = walk.access_of(0), walk.access_of(1)
     if numerator is None or denominator is None or walk.key not in slots_of(compose(numerator, walk.exprs)):
         return False
-    below, exprs = denominator.operand, compose(denominator, walk.exprs)
-    while is_transparent(below, walk.known):
-        access = walk.known.info(below).accesses[0]
-        below, exprs = access.operand, compose(access, exprs)
+    below, exprs = _behind_views(walk, denominator)
     if op_name(below) != "aten.sum":
         return False
     if walk.known.info(below).accesses[0].operand is not numerator.operand:

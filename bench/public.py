@@ -92,11 +92,18 @@ def _quiet() -> None:
 def measured(name: str) -> Line:
     torch._dynamo.reset()
     outcome = run(CASES[name])
-    case, reasons = outcome.case, [r.reason for r in outcome.refused]
+    case, reasons = outcome.case, [without_roots(r.reason) for r in outcome.refused]
     left = tuple(f"{reasons.count(text)}: {text}" for text in dict.fromkeys(reasons))
     done = min(outcome.done, case.sites + case.pools)
     package = f"{case.package} {importlib.metadata.version(case.package.replace('_', '-'))}"
     return Line(name, package, done, left, outcome.silent, differences(outcome), outcome.saved)
+
+
+def without_roots(text: str) -> str:
+    """``text`` with the paths in it as Python imports them: what is committed names no folder of one machine."""
+    for root in sorted({p for p in map(os.path.abspath, sys.path) if p != os.sep}, key=len, reverse=True):
+        text = text.replace(root.rstrip(os.sep) + os.sep, "")
+    return text
 
 
 def differences(outcome: Outcome) -> str:

@@ -90,6 +90,18 @@ def test_errors_far_above_the_bound_are_wrong_whatever_fp64_says(monkeypatch):
     assert verdict(monkeypatch, [3.5] * 48).verdict == "wrong"
 
 
+def test_flips_of_a_few_draws_are_told(monkeypatch):
+    """A ReLU or a maximum that one rounding flips moves a whole gradient: in few draws, and as often in eager."""
+    outcome = verdict(monkeypatch, [*[50.0] * 6, *[0.5] * 42])
+    assert outcome.verdict == "rewritten" and "flips in some draws" in outcome.notes[0]
+
+
+@pytest.mark.parametrize("exact", [0.0, 1e-8])
+def test_flips_of_many_draws_or_in_fp64_are_wrong(monkeypatch, exact):
+    many = 7 if exact == 0 else 2
+    assert verdict(monkeypatch, [*[50.0] * many, *[0.5] * (48 - many)], exact).verdict == "wrong"
+
+
 @pytest.mark.parametrize("exact", [1e-8, float("nan")])
 def test_what_differs_in_fp64_is_wrong_at_once(monkeypatch, exact):
     outcome = verdict(monkeypatch, [1.5] * 12, exact)

@@ -111,7 +111,8 @@ def _joined_parts(graph: fx.Graph, node: fx.Node) -> None:
             rest = [d for d in range(ndim + 1) if d != a]
         order = [d for j, own in enumerate(rest) for d in ([a, own] if j == b else [own])]
         turned = insert(graph, node, aten.permute.default, whole, order)
-        new = insert(graph, node, aten.flatten.using_ints, turned, b, b + 1)
+        joined = insert(graph, node, aten.flatten.using_ints, turned, b, b + 1)
+        new = insert(graph, node, aten.clone.default, joined, memory_format=torch.contiguous_format)  # no alias of x
     if shape_of(new) != shape_of(node):
         return  # parts of different sizes; what was inserted is dead
     node.replace_all_uses_with(new)

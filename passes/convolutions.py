@@ -1,6 +1,6 @@
 """A convolution over tokens with a kernel of one token is a linear layer, and mixes no rows.
 
-    conv1d(x, W, b) with x [B, C, L], W [O, C, 1]    ->    linear(x.transpose(1, 2), W[:, :, 0], b).transpose(1, 2)
+    conv1d(x, W, b) with x [B, C, L], W [O, C, 1]    ->    linear(x.transpose(1, 2), W[:, :, 0], b).transpose(1, 2).clone()
 
     out[b, o, l] = sum_c W[o, c, 0] x[b, c, l] + b[o]
 
@@ -36,6 +36,8 @@ def _is_pointwise(node: fx.Node) -> bool:
     shape = weight.meta["val"].shape
     if x.meta["val"].ndim not in (2, 3) or not isinstance(shape[2], int) or shape[2] != 1:
         return False
+    if not node.meta["val"].is_contiguous():
+        return False
     one = all(_first(argument(node, name, 1)) == 1 for name in ("stride", "groups"))
     return one and _first(argument(node, "padding", 0)) == 0
 
@@ -54,6 +56,7 @@ def _as_linear(graph: fx.Graph, node: fx.Node) -> None:
         rows = add(aten.transpose.int, x, -1, -2)
         matrix = add(aten.select.int, weight, 2, 0)
         operands = (rows, matrix) if bias is None else (rows, matrix, bias)
-        new = add(aten.transpose.int, add(aten.linear.default, *operands), -1, -2)
+        turned = add(aten.transpose.int, add(aten.linear.default, *operands), -1, -2)
+        new = add(aten.clone.default, turned, memory_format=torch.contiguous_format)  # laid out as the convolution's result
     node.replace_all_uses_with(new)
     graph.erase_node(node)

@@ -20,7 +20,8 @@ Known ops: fbgemm's ``jagged_to_padded_dense``, ``jagged_2d_to_dense`` and ``jag
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -28,6 +29,7 @@ import torch
 from torch import fx
 
 from gemopt.graph.insert import insert
+from gemopt.graph.mutation import functionalise, tainted
 from gemopt.graph.slots import argument, expr_of, is_tensor, op_name
 from gemopt.graph.totals import Total
 from gemopt.graph.values import Values
@@ -43,15 +45,17 @@ _END = 2**63 - 1
 
 
 def jagged_inputs(gm: fx.GraphModule) -> None:
-    """Rewrite ``gm`` in place."""
+    """Rewrite ``gm`` in place. Writes are made functional first: lengths are read where their sums were."""
+    functionalise(gm)
+    sums = _Sums(tainted(gm.graph))
     for node in list(gm.graph.nodes):
         if node.op != "call_function":
             continue
         name = op_name(node)
         if name in _LISTED | _SINGLE:
-            _padded(gm.graph, node)
+            _padded(gm.graph, node, sums)
         elif name == "aten.diff" or node.target is aten.sub.Tensor:
-            _difference(gm.graph, node)
+            _difference(gm.graph, node, sums)
     gm.recompile()
 
 
@@ -72,7 +76,7 @@ Add = Callable[..., fx.Node]
 # ---------------------------------------------------------------- the padded form
 
 
-def _padded(graph: fx.Graph, node: fx.Node) -> None:
+def _padded(graph: fx.Graph, node: fx.Node, sums: _Sums) -> None:
     values, offsets, length, fill = _arguments(node)
     if not is_tensor(values) or not is_tensor(offsets) or values.meta["val"].ndim not in (1, 2):
         return
@@ -84,8 +88,8 @@ def _padded(graph: fx.Graph, node: fx.Node) -> None:
         starts = add(aten.slice.Tensor, offsets, 0, 0, -1)
         tokens = add(aten.arange.default, length, device=x.device, pin_memory=False)
         across = add(aten.unsqueeze.default, tokens, 0)
-        mask = add(aten.lt.Tensor, across, add(aten.unsqueeze.default, _lengths(add, offsets), 1))
-        mask.meta["jagged_values"] = (x.shape[0], values.name, _is_whole(offsets))
+        mask = add(aten.lt.Tensor, across, add(aten.unsqueeze.default, sums.lengths(add, offsets), 1))
+        mask.meta["jagged_values"] = (x.shape[0], values.name, sums.are_whole(offsets))
         position = add(aten.add.Tensor, add(aten.unsqueeze.default, starts, 1), across)
         last = add(operator.sub, add(aten.sym_size.int, values, 0), 1)
         position = add(aten.clamp.default, position, 0, last)
@@ -116,15 +120,15 @@ def _arguments(node: fx.Node) -> tuple[Any, Any, Any, Any]:
 # ---------------------------------------------------------------- lengths and offsets
 
 
-def _difference(graph: fx.Graph, node: fx.Node) -> None:
+def _difference(graph: fx.Graph, node: fx.Node, sums: _Sums) -> None:
     """``offsets.diff()`` and ``offsets[1:] - offsets[:-1]``, in the one spelling that every mask shares."""
     offsets = _differenced(node)
     if offsets is None or offsets.meta["val"].dtype not in _INTEGERS or offsets.meta["val"].ndim != 1:
         return
-    if node.target is aten.sub.Tensor and _summed(offsets) is None:
+    if node.target is aten.sub.Tensor and sums.of(offsets) is None:
         return  # is that spelling
     with graph.inserting_before(node):
-        new = _lengths(partial(insert, graph, node), offsets)
+        new = sums.lengths(partial(insert, graph, node), offsets)
     node.replace_all_uses_with(new)
     graph.erase_node(node)
 
@@ -153,47 +157,52 @@ def _bounds(x: fx.Node) -> tuple[fx.Node, Any, Any] | None:
     return x.args[0], argument(x, "start", None) or 0, argument(x, "end", None)  # type: ignore[return-value]
 
 
-def _lengths(add: Add, offsets: fx.Node) -> fx.Node:
-    """``offsets[1:] - offsets[:-1]``, or the lengths whose cumulative sum the offsets are."""
-    summed = _summed(offsets)
-    dtype = offsets.meta["val"].dtype
-    if summed is None:
-        later = add(aten.slice.Tensor, offsets, 0, 1, _END)
-        return add(aten.sub.Tensor, later, add(aten.slice.Tensor, offsets, 0, 0, -1))
-    return summed if summed.meta["val"].dtype == dtype else add(aten.to.dtype, summed, dtype)
+@dataclass(frozen=True)
+class _Sums:
+    """Which tensors are cumulative sums of lengths. What is ``written`` has another value when it is read again."""
 
+    written: Collection[fx.Node]
 
-def _summed(offsets: fx.Node) -> fx.Node | None:
-    """The lengths, where ``offsets`` is certainly 0 followed by their cumulative sum."""
-    name, x = op_name(offsets), offsets.args[0] if offsets.args else None
-    if name == "fbgemm.asynchronous_complete_cumsum":
-        return _whole(x)
-    if name in ("aten.to", "aten._to_copy", "aten.contiguous", "aten.clone", "aten.detach") and isinstance(x, fx.Node):
-        return _summed(x) if offsets.meta["val"].dtype in _INTEGERS and x.meta["val"].dtype in _INTEGERS else None
-    if name in ("aten.constant_pad_nd", "aten.pad"):
-        pads, mode = argument(offsets, "pad"), argument(offsets, "mode", "constant")
-        zero = not argument(offsets, "value", None)
-        return _cumulative(x) if list(pads) == [1, 0] and mode == "constant" and zero else None
-    if name in ("aten.cat", "aten.concat", "aten.concatenate") and isinstance(x, list | tuple) and len(x) == 2:
-        return _cumulative(x[1]) if _is_one_zero(x[0]) else None
-    return None
+    def lengths(self, add: Add, offsets: fx.Node) -> fx.Node:
+        """``offsets[1:] - offsets[:-1]``, or the lengths whose cumulative sum the offsets are."""
+        summed = self.of(offsets)
+        dtype = offsets.meta["val"].dtype
+        if summed is None:
+            later = add(aten.slice.Tensor, offsets, 0, 1, _END)
+            return add(aten.sub.Tensor, later, add(aten.slice.Tensor, offsets, 0, 0, -1))
+        return summed if summed.meta["val"].dtype == dtype else add(aten.to.dtype, summed, dtype)
 
-
-def _is_whole(offsets: fx.Node) -> bool:
-    """Whether these should be all the offsets of their values: an input or a cumulative sum, and not a part of one (the
-    sequences of one key among several)."""
-    return offsets.op == "placeholder" or _summed(offsets) is not None
-
-
-def _cumulative(x: Any) -> fx.Node | None:
-    if not isinstance(x, fx.Node) or op_name(x) != "aten.cumsum" or x.meta["val"].dtype not in _INTEGERS:
+    def of(self, offsets: fx.Node) -> fx.Node | None:
+        """The lengths, where ``offsets`` is certainly 0 followed by their cumulative sum."""
+        if offsets in self.written:
+            return None
+        name, x = op_name(offsets), offsets.args[0] if offsets.args else None
+        if name == "fbgemm.asynchronous_complete_cumsum":
+            return self._whole(x)
+        if name in ("aten.to", "aten._to_copy", "aten.contiguous", "aten.clone", "aten.detach") and isinstance(x, fx.Node):
+            return self.of(x) if offsets.meta["val"].dtype in _INTEGERS and x.meta["val"].dtype in _INTEGERS else None
+        if name in ("aten.constant_pad_nd", "aten.pad"):
+            pads, mode = argument(offsets, "pad"), argument(offsets, "mode", "constant")
+            zero = not argument(offsets, "value", None)
+            return self._cumulative(x) if list(pads) == [1, 0] and mode == "constant" and zero else None
+        if name in ("aten.cat", "aten.concat", "aten.concatenate") and isinstance(x, list | tuple) and len(x) == 2:
+            return self._cumulative(x[1]) if _is_one_zero(x[0]) and x[0] not in self.written else None
         return None
-    return _whole(x.args[0])
 
+    def are_whole(self, offsets: fx.Node) -> bool:
+        """Whether these should be all the offsets of their values: an input or a cumulative sum, and not a part of one (the
+        sequences of one key among several)."""
+        return offsets.op == "placeholder" or self.of(offsets) is not None
 
-def _whole(x: Any) -> fx.Node | None:
-    """A vector of integers that are wide enough to be followed."""
-    return x if is_tensor(x) and x.meta["val"].ndim == 1 and x.meta["val"].dtype in _INTEGERS else None
+    def _cumulative(self, x: Any) -> fx.Node | None:
+        if not isinstance(x, fx.Node) or op_name(x) != "aten.cumsum" or x.meta["val"].dtype not in _INTEGERS:
+            return None
+        return None if x in self.written else self._whole(x.args[0])
+
+    def _whole(self, x: Any) -> fx.Node | None:
+        """A vector of integers that are wide enough to be followed."""
+        plain = is_tensor(x) and x.meta["val"].ndim == 1 and x.meta["val"].dtype in _INTEGERS
+        return x if plain and x not in self.written else None
 
 
 def _is_one_zero(x: Any) -> bool:

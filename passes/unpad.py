@@ -25,6 +25,7 @@ from gemopt.graph.capture import Captured, regions, trace_copy
 from gemopt.graph.emit import Emitter
 from gemopt.graph.facts import Analysis
 from gemopt.graph.governing import candidate_masks, governing_masks
+from gemopt.graph.gradients import keep_gradients
 from gemopt.graph.layout import Layout
 from gemopt.graph.live import Live
 from gemopt.graph.plan import Plan, impossible
@@ -82,6 +83,7 @@ def _planned(captured: Captured, recipe: Any, report: Any) -> Plan | None:
     if made.plan is None or _never_runs(report, captured, made.plan):
         return None
     check_outputs(captured, made.plan)
+    keep_gradients(captured, made.plan.packed, fakes_of(captured, made.plan))
     verified = _verified(as_captured, made.plan, report) if recipe.verify else None
     if verified is False:
         return None

@@ -13,9 +13,10 @@ checkpointed bodies.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,6 +60,8 @@ class Captured:
         real_inputs: what Dynamo handed over: tensors with data, and SymInts. Read them, never write them.
         ambient_autocast: device type -> dtype, for each kind of device whose autocast was on around the call.
             No node says so; the metas have the dtypes it leads to.
+        trained_by_output: for each output the inputs that autograd reached from it in the graph as it was captured
+            (`reached`).
     """
 
     gm: fx.GraphModule
@@ -69,6 +72,7 @@ class Captured:
     fake_mode: FakeTensorMode
     real_inputs: list[Any] = field(repr=False)
     ambient_autocast: dict[str, torch.dtype] = field(default_factory=dict)
+    trained_by_output: list[int] = field(default_factory=list)
 
 
 def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Captured:
@@ -100,6 +104,7 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Captured:
         fake_mode=fake_mode,
         real_inputs=list(example_inputs),
         ambient_autocast=_ambient_autocast(example_inputs),
+        trained_by_output=reached(retraced, fakes, {n: n.meta.get("val") for n in retraced.graph.nodes}),
     )
 
 
@@ -130,6 +135,41 @@ def regions(gm: fx.GraphModule) -> dict[fx.Node, tuple]:
                 casts.remove(node.args[0])
         result[node] = (grad, *(cast.args for cast in casts))
     return result
+
+
+_DETACHING = (torch.ops.aten.detach.default, torch.ops.aten.detach_.default)
+_AS_ANOTHER = ("expand_as", "view_as", "reshape_as", "type_as")
+
+
+def reached(gm: fx.GraphModule, inputs: Sequence[Any], values: Mapping[fx.Node, Any]) -> list[int]:
+    """For each output the trained inputs that autograd reaches from it: bit j is input j. ``values``: those of the nodes."""
+    region = regions(gm)
+    bits: dict[fx.Node, int] = {}
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    for j, (node, x) in enumerate(zip(placeholders, inputs, strict=False)):
+        bits[node] = int(isinstance(x, torch.Tensor) and x.requires_grad) << j
+    for node in gm.graph.nodes:
+        if node.op == "call_function":
+            through = region[node][0] and node.target not in _DETACHING and _is_floating(values.get(node))
+            bits[node] = 0
+            for x in _differentiated(node) if through else ():
+                bits[node] |= bits.get(x, 0)
+    (outputs,) = gm.graph.output_node().args
+    flat = outputs if isinstance(outputs, list | tuple) else (outputs,)
+    return [bits.get(n, 0) if isinstance(n, fx.Node) else 0 for n in flat]
+
+
+def _differentiated(node: fx.Node) -> Sequence[fx.Node]:
+    """The arguments that an op has a gradient for: not those that lend a shape or a dtype alone."""
+    name = getattr(node.target, "_opname", "")
+    if name.endswith("_like") or name.startswith("new_"):
+        return ()
+    return node.all_input_nodes[:1] if name in _AS_ANOTHER else node.all_input_nodes
+
+
+def _is_floating(value: Any) -> bool:
+    parts = value if isinstance(value, list | tuple) else (value,)
+    return any(isinstance(p, torch.Tensor) and (p.is_floating_point() or p.is_complex()) for p in parts)
 
 
 # ---------------------------------------------------------------------------------------------- inputs
@@ -168,8 +208,8 @@ def trace_copy(x: Any) -> Any:
         return x
     if getattr(x, "item_memo", None) is not None:  # a wrapped Python float: the memo is its symbol
         return x
-    if x.requires_grad and not x.is_leaf:  # may be written in place, as a leaf may not
-        with torch.enable_grad():
+    with torch.enable_grad(), contextlib.suppress(RuntimeError):  # a view made in a custom Function cannot be written
+        if x.requires_grad and not x.is_leaf:  # may be written in place, as a leaf may not
             return _Computed.apply(x.detach(), x.new_empty((), requires_grad=True))
     return x.detach().requires_grad_(x.requires_grad)
 
@@ -188,6 +228,8 @@ def _refuse_inexpressible(gm: fx.GraphModule) -> None:
         value = node.meta.get("example_value")
         if node.op == "call_module":
             raise CaptureError(f"the graph calls module {node.target!r} instead of holding its operators")
+        if "_functorch" in (getattr(node.target, "__module__", None) or ""):
+            raise CaptureError("the graph differentiates or maps a function inside (torch.func)")
         if node.op == "get_attr" and isinstance(value, torch.Tensor):
             raise CaptureError(f"the graph holds tensor attribute {node.target!r} that is not an input")
         if node.op != "placeholder" or not isinstance(value, torch.Tensor):

@@ -109,7 +109,7 @@ class Emitter:
         """An output with the strides eager gives it."""
         made_here = node in self.phys or node in self.absorbed
         result = self.padded(node)
-        if made_here and is_tensor(node) and not _dense(node.meta["val"]):
+        if made_here and is_tensor(node) and not is_dense(node.meta["val"]):
             return self._strided(node, result)
         if made_here and is_tensor(node) and not node.meta["val"].is_contiguous():
             value = node.meta["val"]
@@ -123,14 +123,20 @@ class Emitter:
         return result
 
     def _strided(self, node: fx.Node, result: fx.Node) -> fx.Node:
-        """A view with gaps (``x[:, 0]``) in eager: the same strides over a storage of its own."""
+        """A view with gaps (``x[:, 0]``) or expanded dims in eager: the same strides over a storage of its own."""
         value = node.meta["val"]
-        size = [self.sizes[expr_of(n)] for n in value.shape]
+        expanded = [d for d, k in enumerate(value.stride()) if expr_of(k) == 0]
+        for d in expanded:
+            result = self.call(aten.slice.Tensor, result, d, 0, 1)
+        shape = [1 if d in expanded else n for d, n in enumerate(value.shape)]
+        size = [self.sizes[expr_of(n)] for n in shape]
         stride = [self.sizes[expr_of(n)] for n in value.stride()]
-        span = 1 + sum((expr_of(n) - 1) * expr_of(k) for n, k in zip(value.shape, value.stride(), strict=True))
+        span = 1 + sum((expr_of(n) - 1) * expr_of(k) for n, k in zip(shape, value.stride(), strict=True))
         base = self.call(aten.new_zeros.default, result, [self.sizes[sympy.expand(span)]])
         filled = self.call(aten.as_strided_scatter.default, base, result, size, stride)
-        return self.call(aten.as_strided.default, filled, size, stride)
+        viewed = self.call(aten.as_strided.default, filled, size, stride)
+        full = [-1 if d not in expanded else self.sizes[expr_of(n)] for d, n in enumerate(value.shape)]
+        return self.call(aten.expand.default, viewed, full) if expanded else viewed
 
     # ------------------------------------------------------------ fetching
 
@@ -160,9 +166,11 @@ class Emitter:
         if x in self.phys and own is not None and own.slots == slots:
             if own.set is s:
                 return self.phys[x]
-            fact = self.known.facts.get(x)
-            if fact is None or t.implies(s.predicate, own.set.predicate):
+            if t.implies(s.predicate, own.set.predicate):
                 return self.call(ops.pack, self.phys[x], self.extras.repack(own.set, s))
+            if t.implies(own.set.predicate, s.predicate):  # a branch of `where`: the rest is under a fact, or not read
+                count = self.call(aten.sym_size.int, self.extras.index(s), 0)
+                return self.call(ops.unpack, self.phys[x], self.extras.repack(s, own.set), count, self._fill_of(x))
         info = self.known.info(x)
         units = kept_units(info, slots)
         front = self.arrange(self.padded(x), all_units(info), [*slots, *units], info)
@@ -224,7 +232,7 @@ class Emitter:
         if not has_rows:
             while shape and shape[0] == 1 and len(shape) > 1:
                 shape = shape[1:]
-            return self.reshape(tensor, shape)
+            return self.reshape(tensor, shape or [1])  # a dim it had, it keeps: without one it has no say in the dtype
         return self.reshape(tensor, [-1, *shape])
 
     def _dim_size(self, info: Info, dim: int, rows: Rows, access: Access) -> fx.Node | int:
@@ -270,11 +278,14 @@ class Emitter:
 
     def _unpack(self, node: fx.Node) -> fx.Node:
         rows, info = self.layout.rows[node], self.known.info(node)
-        fact = self.known.facts.get(node)
-        fill = fact.value if fact is not None else 0.0
         count = self.sizes[sympy.prod(rows.set.sizes)]
-        flat = self.call(ops.unpack, self.phys[node], self.extras.index(rows.set), count, fill)
+        flat = self.call(ops.unpack, self.phys[node], self.extras.index(rows.set), count, self._fill_of(node))
         return self.spread(flat, [*rows.slots, *kept_units(info, rows.slots)], node)
+
+    def _fill_of(self, node: fx.Node) -> float:
+        """What stands in the rows that are not packed: the fact's value; 0 where nothing reads them."""
+        fact = self.known.facts.get(node)
+        return fact.value if fact is not None else 0.0
 
     # ------------------------------------------------------------ packed forms
 
@@ -291,6 +302,10 @@ class Emitter:
             return self.aligned(shown, node, rows)
         if op_name(node) == "aten.dropout":
             return self._dropout(node, rows)
+        if op_name(node) == "aten.log_sigmoid":  # its derivative asks whether the packed size is 0
+            x = self.call(aten.neg.default, self.aligned(info.accesses[0], node, rows))
+            result = self.call(aten.neg.default, self.call(aten.softplus.default, x))
+            return self.call(aten.to.dtype, result, node.meta["val"].dtype)
         accesses = iter(info.accesses)
 
         def operand(n: fx.Node) -> fx.Node:
@@ -325,7 +340,7 @@ class Emitter:
         kept: Access | None = None
         if name == "aten.masked_fill":
             mask = self.known.values.operand(node, 1)
-            if mask is not None and t.implies(inside, t.not_(t.truth(mask))):
+            if mask is not None and not isinstance(node.args[2], fx.Node) and t.implies(inside, t.not_(t.truth(mask))):
                 kept = info.accesses[0]
         if name == "aten.mul" and len(info.accesses) == 2:
             for i in (0, 1):
@@ -418,7 +433,21 @@ class Emitter:
         dim = argument(node, "dim")
         listed = [dim] if isinstance(dim, int) else list(dim or [])
         moved = [1 + kept.index(d % ndim) for d in listed]
+        if op_name(node) == "aten.logsumexp":
+            return self._logsumexp(x, moved, node)
         return self._with_dim(node, x, moved[0] if isinstance(dim, int) else moved)
+
+    def _logsumexp(self, x: fx.Node, dims: list[int], node: fx.Node) -> fx.Node:
+        """Written out, with the limits of aten's at infinities: its derivative asks whether the packed size is 0."""
+        call, keep, limit = self.call, bool(argument(node, "keepdim", False)), float("inf")
+        top = call(aten.amax.default, call(aten.detach.default, x), dims, True)
+        top = call(aten.masked_fill.Scalar, top, call(aten.eq.Scalar, call(aten.abs.default, top), limit), 0.0)
+        total = call(aten.sum.dim_IntList, call(aten.exp.default, call(aten.sub.Tensor, x, top)), dims, True)
+        empty = call(aten.eq.Scalar, total, 0)
+        result = call(aten.add.Tensor, call(aten.log.default, call(aten.masked_fill.Scalar, total, empty, 1.0)), top)
+        result = call(aten.masked_fill.Scalar, result, empty, -limit)
+        result = result if keep else call(aten.squeeze.dims, result, dims)
+        return call(aten.to.dtype, result, node.meta["val"].dtype)  # autocast computes some of these in fp32
 
     def _packed_embedding(self, node: fx.Node, info: Info, rows: Rows) -> fx.Node:
         ids, _, _ = self.fetch(info.accesses[1], rows)
@@ -482,7 +511,7 @@ def _zero_or_one(value: Term) -> bool:
     return value.op == "where" and {t.constant_value(a) for a in value.args[1:]} <= {0, 1}
 
 
-def _dense(value: torch.Tensor) -> bool:
+def is_dense(value: torch.Tensor) -> bool:
     """Whether the elements fill their storage span, in some order of dims."""
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 

@@ -327,12 +327,16 @@ def _times_weights(node: fx.Node, info: Info) -> bool:
     return isinstance(weight, fx.Node) and len(shape_of(weight)) <= 2
 
 
+# Their derivatives ask whether the packed size is 0, which nobody knows at compile time.
+_ASKING = frozenset(("aten.prod", "aten.cumprod", "aten.cumsum", "aten.logcumsumexp"))
+
+
 def _packed_form(node: fx.Node, info: Info, rows: Rows) -> bool:
     """Whether the emitter can run this op with the row axes replaced by one leading dim."""
     name = op_name(node)
     row_slots = set(rows.slots)
     first = info.accesses[0] if info.kind != "embedding" else info.accesses[1]
-    if info.kind == "contraction" and not _times_weights(node, info):
+    if name in _ASKING or (info.kind == "contraction" and not _times_weights(node, info)):
         return False
     if info.kind in ("view", "expand", "linear", "contraction", "mixing", "embedding", "select", "slice", "reduction"):
         if info.kind != "expand" and not reads_all(first, rows.slots):
@@ -340,8 +344,8 @@ def _packed_form(node: fx.Node, info: Info, rows: Rows) -> bool:
         others = [a for a in info.accesses if a is not first]
         if any(set(plain_slots(a)) & row_slots for a in others):
             return False
-    if info.kind == "loss":
-        return set(rows.slots) == set(range(len(info.sizes)))
+    if info.kind == "loss":  # of one class slot, as `sinks.token_loss` has it
+        return set(rows.slots) == set(range(len(info.sizes))) and len(info.accesses[0].exprs) == len(info.sizes) + 1
     if info.kind in ("slice", "cat"):
         shape = info.dim_slots()
         if row_slots & set(shape[argument(node, "dim") % len(shape)]):

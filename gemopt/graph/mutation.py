@@ -12,7 +12,10 @@ import torch
 from torch import fx
 
 from gemopt.graph.capture import regions
+from gemopt.graph.insert import insert
 from gemopt.graph.slots import is_tensor, nodes_in
+
+aten = torch.ops.aten
 
 
 def storage_of(node: fx.Node) -> int | None:
@@ -41,11 +44,12 @@ _RUNNING_STATISTICS = ("batch_norm", "instance_norm", "_batch_norm_impl_index", 
 
 
 def has_side_effect(node: fx.Node) -> bool:
-    """An op that writes: by its schema, or a norm that updates its running statistics behind it."""
+    """An op that writes, by its schema; one that returns nothing (an assertion, a print); or a norm that updates its running
+    statistics behind it."""
     target = node.target
     if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
         return False
-    return target._schema.is_mutable or target._opname in _RUNNING_STATISTICS
+    return target._schema.is_mutable or not target._schema.returns or target._opname in _RUNNING_STATISTICS
 
 
 def tainted(graph: fx.Graph) -> set[fx.Node]:
@@ -80,12 +84,28 @@ def functionalise(gm: fx.GraphModule) -> None:
             continue
         if _history_is_kept(x, node, region, [n for n in group if order[n] < order[node]]):
             continue
-        if not _keeps_dtype(functional, node):
+        if functional is aten.copy.default:
+            if not x.meta["val"].is_contiguous():
+                continue
+            order.update(dict.fromkeys(_copied(graph, node), order[node]))
+        elif _keeps_dtype(functional, node):
+            node.target = functional
+        else:
             continue
-        node.target = functional
         x.replace_all_uses_with(node, delete_user_cb=lambda u, n=node: order[u] > order[n])  # type: ignore[misc]
         fresh = [node, *(n for n in group if order[n] > order[node])]  # the result has a storage of its own now
         group_of.update(dict.fromkeys(fresh, fresh))
+
+
+def _copied(graph: fx.Graph, node: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """``x.copy_(y)`` on a contiguous ``x``, as a tensor of its own: autograd has no formula for ``aten.copy``. Returns the
+    nodes put before it."""
+    value = node.meta["val"]
+    with graph.inserting_before(node):
+        cast = insert(graph, node, aten.to.dtype, node.args[1], value.dtype)
+        expanded = insert(graph, node, aten.expand_as.default, cast, node.args[0])
+    node.target, node.args, node.kwargs = aten.clone.default, (expanded,), {"memory_format": torch.contiguous_format}
+    return cast, expanded
 
 
 def _is_local(x: fx.Node, node: fx.Node, group: list[fx.Node], order: dict[fx.Node, int]) -> bool:

@@ -65,11 +65,11 @@ def _reduction(emitter: Emitter, node: fx.Node) -> fx.Node | None:
     inner = [1 + kept.index(d) for d in kept if d in reduced]
     whole = gone == list(range(len(rows.slots)))
     tensor = emitter.phys[x]
-    wide = (
-        name == "aten.mean" and x.meta["val"].dtype == torch.float16
-    )  # a sum may be larger than fp16 where its mean is not
-    if wide:
-        tensor = emitter.call(aten._to_copy.default, tensor, dtype=torch.float32)
+    dtype = node.meta["val"].dtype
+    wide = name == "aten.mean" and dtype == torch.float16  # a sum may be larger than fp16 where its mean is not
+    summed = torch.float32 if wide else dtype
+    if summed != x.meta["val"].dtype:  # autocast on CUDA sums in fp32
+        tensor = emitter.call(aten._to_copy.default, tensor, dtype=summed)
     if whole or inner:
         tensor = emitter.call(aten.sum.dim_IntList, tensor, ([0] if whole else []) + inner)
     units: list[Unit] = []
@@ -85,7 +85,7 @@ def _reduction(emitter: Emitter, node: fx.Node) -> fx.Node | None:
         count = sympy.prod([s for d in reduced for s in info.dims[d]])
         tensor = emitter.call(operator.truediv, tensor, emitter.sizes[count])
     if wide:
-        tensor = emitter.call(aten._to_copy.default, tensor, dtype=torch.float16)
+        tensor = emitter.call(aten._to_copy.default, tensor, dtype=dtype)
     return emitter.spread(tensor, units, node)
 
 
@@ -108,8 +108,8 @@ def _gather(emitter: Emitter, node: fx.Node) -> fx.Node | None:
     for unit in kept_units(x_info, rows.slots):
         if isinstance(unit, tuple):
             continue  # size 1: `spread` restores it
-        if unit not in result_slot or result_slot[unit] in axes:
-            return None
+        if unit not in result_slot or result_slot[unit] in axes or info.sizes[result_slot[unit]] != x_info.sizes[unit]:
+            return None  # `gather` may take fewer features than there are
         units.append(result_slot[unit])
     if len(units) != len(info.sizes):
         return None

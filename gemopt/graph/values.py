@@ -572,7 +572,7 @@ def _table() -> dict[str, Rule]:
         ("tril", _triangle(True)),
         ("triu", _triangle(False)),
         ("clamp clip clamp_min clamp_max", _clamp),
-        ("clone detach alias contiguous lift_fresh_copy", _same),
+        ("clone detach alias contiguous", _same),
     ]
     return {f"aten.{name}": rule for names, rule in groups for name in names.split()}
 

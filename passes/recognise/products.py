@@ -12,7 +12,7 @@ from gemopt.graph import terms as t
 from gemopt.graph.accesses.contractions import contracts_pairs
 from gemopt.graph.attention import Joined, Site, split_mask
 from gemopt.graph.facts import Analysis
-from gemopt.graph.slots import Access, Exprs, Info, argument, is_tensor, op_name, shape_of
+from gemopt.graph.slots import Access, Exprs, Info, argument, is_tensor, op_name
 from gemopt.passes.recognise.scores import check_fill, join_added, step_scores
 from gemopt.passes.recognise.walk import NoMatch, Walk, compose, owned, slots_of
 from gemopt.passes.recognise.weights import ACTIVATIONS, step_weights
@@ -121,12 +121,6 @@ def is_weight(node: fx.Node) -> bool:
     return node.op in ("placeholder", "get_attr") and node.meta["val"].ndim == 2
 
 
-def _is_trained(node: fx.Node) -> bool:
-    """A parameter of fixed size, as values: every sequence would have the same ones."""
-    fixed = all(n.is_Integer for n in shape_of(node))
-    return node.op in ("placeholder", "get_attr") and fixed and node.meta["val"].requires_grad
-
-
 # ---------------------------------------------------------------- the whole site
 
 
@@ -138,7 +132,7 @@ def explicit_site(out: fx.Node, known: Analysis) -> Site | None:
     if outer.operands[0].operand is outer.operands[1].operand or not only_product(outer, known):
         return None
     for weights, values in (outer.operands, outer.operands[::-1]):
-        if is_weight(values.operand) or _is_trained(values.operand) or not leads_to_product(weights.operand, known):
+        if is_weight(values.operand) or not leads_to_product(weights.operand, known):
             continue
         sizes = known.info(weights.operand).sizes
         contracted = [i for i, e in enumerate(weights.exprs) if e is None]
@@ -306,6 +300,9 @@ def _result(
             raise NoMatch(out, "the values are not plainly laid out")
         else:
             exprs.append(t.substitute(expr, {j: t.slot(score_of[j]) for j in expr.slots}))
+    own = [e for e in values.exprs if e is not None and e.slots & features]
+    if own != [t.slot(j) for j in sorted(features) if known.info(out).sizes[j] != 1]:
+        raise NoMatch(out, "the features of the result are in another order than those of the values")
     if contracted != 1 or not features:
         raise NoMatch(out, "the product with the values contracts more than the key axis, or has no features left")
     return out_slots, tuple(exprs)
@@ -324,14 +321,20 @@ def through_copies(node: fx.Node, exprs: Exprs, known: Analysis, sizes: tuple[sy
     while known.info(at).kind in ("view", "expand", "repeat") or op_name(at) in ("aten.clone", "aten.contiguous"):
         access = known.info(at).accesses[0]
         inner = compose(access, over)
-        if any(e is not None and len({over[s] is None for s in e.slots}) > 1 for e in access.exprs):
-            break  # heads and features are one slot there
+        if not _keeps_features(access, over, known.info(at).sizes):
+            break
         if owned(inner, sizes) is None or sum(e is None for e in inner) != sum(e is None for e in exprs):
             break
         at, over = access.operand, inner
         if len(owned(over, sizes) or ()) < len(owned(best[1], sizes) or ()):
             best = at, over
     return best
+
+
+def _keeps_features(access: Access, over: Exprs, sizes: tuple[sympy.Expr, ...]) -> bool:
+    """Whether the features of what ``access`` reads are those of its result, in one order, and no slot holds heads too."""
+    before = [e for e in access.exprs if e is not None and any(over[s] is None for s in e.slots)]
+    return before == [t.slot(s) for s, e in enumerate(over) if e is None and sizes[s] != 1]
 
 
 def _query_axis(own: frozenset[int], mask: t.Term, key: int, sizes: tuple[sympy.Expr, ...]) -> int | None:

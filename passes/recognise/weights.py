@@ -24,7 +24,7 @@ ACTIVATIONS = {
     "aten.hardswish": "hardswish",
     "aten.gelu": "gelu",
     "aten.leaky_relu": "leaky_relu",
-    "aten.clamp": "",
+    "aten.clamp": "",  # nearly relu, so that it is a candidate
     "aten.clamp_min": "",
 }
 
@@ -148,7 +148,7 @@ def _score_function(walk: Walk) -> bool:
     if name == "aten.leaky_relu":
         activation, walk.slope = "leaky_relu", float(argument(node, "negative_slope"))
     if name in ("aten.clamp", "aten.clamp_min") and argument(node, "min") == 0 and argument(node, "max") is None:
-        activation = "relu"
+        raise NoMatch(node, "at a score of 0, clamp(min=0) passes the gradient and relu does not", "write relu")
     if activation is not None:
         walk.score = activation
         walk.move(walk.known.info(node).accesses[0])

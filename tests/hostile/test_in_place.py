@@ -133,3 +133,68 @@ def test_writes_keep_the_dtype_under_autocast() -> None:
 @pytest.mark.parametrize("option", ["scale_grad_by_freq", "sparse"])
 def test_embeddings_whose_gradient_sees_the_ids_of_padding(option: str) -> None:
     check(Counted(option))
+
+
+LENGTHS_WRITTEN = {
+    "lengths": lambda n, offsets: n.clamp_(min=1),
+    "lengths set": lambda n, offsets: n.__setitem__(0, 2),
+    "offsets": lambda n, offsets: offsets.clamp_(max=8),
+    "a part of the offsets": lambda n, offsets: offsets[1:].sub_(offsets[1:] % 2),
+    "nothing": lambda n, offsets: None,
+}
+
+
+class Jagged(Model):
+    """A mask of the differences of offsets, whose lengths or themselves are written after the sum, before or after it."""
+
+    def __init__(self, kind: str, when: str) -> None:
+        super().__init__(kind)
+        self.when = when
+
+    def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
+        n = lengths.clone()
+        offsets = F.pad(n.cumsum(0), (1, 0))
+        if self.when == "before":
+            LENGTHS_WRITTEN[self.kind](n, offsets)
+        differences = offsets.diff()
+        if self.when == "after":
+            LENGTHS_WRITTEN[self.kind](n, offsets)
+        seen = torch.arange(ids.shape[1]) < differences[:, None]
+        return (self.linear(self.linear(self.embed(ids)).relu()) * seen[..., None]).sum(1) / (n[:, None] + 1)
+
+
+@pytest.mark.parametrize("kind", LENGTHS_WRITTEN)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_lengths_and_offsets_that_are_written(kind, when):
+    def inputs(lengths: Tensor, max_len: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        return torch.randint(1, 40, (len(lengths), max_len), generator=generator), lengths
+
+    model = Jagged(kind, when).double()
+    assert_equivalent(model, inputs, max_len=9, cases=("zeros", "skewed"), compiled=compiled(model))
+
+
+COPIES = {
+    "a copy": lambda y, h: torch.empty_like(h).copy_(h),
+    "a copy that is written": lambda y, h: torch.empty_like(h).copy_(h).mul_(3),
+    "a row": lambda y, h: torch.empty_like(h).copy_(h[0, 0]),
+    "another dtype": lambda y, h: torch.empty(h.shape, dtype=torch.int64).copy_(h * 10) * y,
+    "into a part": lambda y, h: torch.zeros_like(h).copy_(y)[..., 1:].copy_(h[..., 1:]).sum(-1, keepdim=True) * y,
+    "over what was computed": lambda y, h: y.copy_(h),
+    "set": lambda y, h: torch.ones_like(h).index_put_((torch.tensor([0]),), h[:1]),
+}
+
+
+@pytest.mark.parametrize("copy", COPIES)
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+def test_copies_have_a_derivative(copy, inner):
+    class Copying(Model):
+        def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
+            h = self.embed(ids)
+            y = COPIES[copy](self.linear(h), h.sin())
+            return (self.linear(y.relu()) * (torch.arange(ids.shape[1]) < lengths[:, None])[..., None]).sum(1)
+
+    def inputs(lengths: Tensor, max_len: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        return torch.randint(1, 40, (len(lengths), max_len), generator=generator), lengths
+
+    model = Copying().double()
+    assert_equivalent(model, inputs, max_len=9, cases=("zeros", "skewed"), compiled=compiled(model, inner))

@@ -183,11 +183,15 @@ def einsum(node: fx.Node, ctx: Context) -> Info:
 
 
 def contracts_pairs(node: fx.Node) -> bool:
-    """einsum may sum an axis of one operand alone, or pair contracted axes in another order; other products do neither."""
+    """einsum may sum an axis of one operand alone, broadcast one of size 1, or pair contracted axes in another order; other
+    products do none of these."""
     if op_name(node) != "aten.einsum":
         return True
     inputs, output = str(node.args[0]).replace(" ", "").split("->")
-    contracted = [[c for c in word if c not in output] for word in inputs.split(",")]
+    contracted = [
+        [(c, n) for c, n in zip(word, shape_of(x), strict=True) if c not in output]
+        for word, x in zip(inputs.split(","), node.args[1], strict=True)  # type: ignore[arg-type]
+    ]
     return contracted[0] == contracted[-1]
 
 

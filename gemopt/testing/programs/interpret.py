@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from gemopt.graph.capture import Captured, _ambient_autocast
+from gemopt.graph.capture import Captured, _ambient_autocast, reached
 from gemopt.recipe import Recipe
 from gemopt.report import Report
 
@@ -79,7 +79,8 @@ class Interpreted:
         traced.meta["ambient_grad"] = True
         names = [n.name for n in traced.graph.find_nodes(op="placeholder")]
         outputs = [f"output[{i}]" for i in range(self._out_spec.num_leaves)]
-        self.captured = Captured(traced, fakes, names, outputs, True, mode, list(leaves), _ambient_autocast(leaves))
+        trained = reached(traced, fakes, {n: n.meta.get("val") for n in traced.graph.nodes})
+        self.captured = Captured(traced, fakes, names, outputs, True, mode, list(leaves), _ambient_autocast(leaves), trained)
         self.plan = self.pipeline(self.captured, self.recipe, self.report.new_graph(mode="train"))
 
     @property

@@ -218,7 +218,7 @@ def softmax(d: Draft, c: Choices, s: str, dim: int, rank: int, hidden_rows: bool
 # act -> (spellings, value at 0, value at -inf; None where it is not 0)
 ACTIVATIONS: dict[str, tuple[list[str], bool, bool]] = {
     "silu": (["F.silu({s})", "{s} * torch.sigmoid({s})", "nn.functional.silu({s})"], True, False),
-    "relu": (["F.relu({s})", "torch.relu({s})", "{s}.relu()", "{s}.clamp(min=0)"], True, True),
+    "relu": (["F.relu({s})", "torch.relu({s})", "{s}.relu()"], True, True),
     "identity": (["{s}"], True, False),
     "relu2": (["F.relu({s}) ** 2", "F.relu({s}).square()", "torch.relu({s}).pow(2)"], True, True),
     "gelu": (["F.gelu({s})"], True, False),

@@ -1,0 +1,60 @@
+"""Inputs that eager gives a gradient of zeros get one from the packed graph too, not None.
+
+What is rewritten may lose an input whose gradient is 0 whatever the batch: a bias that a softmax cancels, a tensor that is
+overwritten. Optimisers tell zeros from None (AdamW decays the weight or does not), and so does DDP's reducer. Each such
+input is added to the outputs it was part of, as the sum of none of its elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from gemopt.graph.capture import Captured, reached
+from gemopt.graph.emit import is_dense
+
+aten = torch.ops.aten
+
+
+def keep_gradients(captured: Captured, packed: fx.GraphModule, fakes: Mapping[fx.Node, Any]) -> bool:
+    """Add the inputs that ``packed`` lost to its outputs, in place; whether there were any. ``fakes``: its nodes' values."""
+    if not captured.is_training_graph:
+        return False
+    before = captured.trained_by_output
+    after = reached(packed, captured.example_inputs, fakes)
+    output = packed.graph.output_node()
+    (outputs,) = output.args
+    results = list(outputs) if isinstance(outputs, list | tuple) else [outputs]
+    lost = False
+    inputs = packed.graph.find_nodes(op="placeholder")
+    with packed.graph.inserting_before(output):
+        for i, (result, was, still) in enumerate(zip(results, before, after, strict=True)):
+            if was & ~still and isinstance(result, fx.Node) and _can_be_added_to(fakes[result]):
+                zeros = [_nothing_of(packed.graph, x) for j, x in enumerate(inputs) if (was & ~still) >> j & 1]
+                results[i] = _plus(packed.graph, result, zeros, fakes[result].dtype)
+                lost = True
+    if lost:
+        output.args = (type(outputs)(results) if isinstance(outputs, list | tuple) else results[0],)
+        packed.recompile()
+    return lost
+
+
+def _can_be_added_to(value: Any) -> bool:
+    """A sum has the strides of a dense tensor, and no others."""
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and is_dense(value)
+
+
+def _nothing_of(graph: fx.Graph, x: fx.Node) -> fx.Node:
+    """0, with a gradient of zeros: no element is read, so none is NaN."""
+    none = graph.call_function(aten.slice.Tensor, (graph.call_function(aten.reshape.default, (x, [-1])), 0, 0, 0))
+    return graph.call_function(aten.sum.default, (none,))
+
+
+def _plus(graph: fx.Graph, result: fx.Node, zeros: Sequence[fx.Node], dtype: torch.dtype) -> fx.Node:
+    for zero in zeros:
+        cast = graph.call_function(aten.to.dtype, (zero, dtype))
+        result = graph.call_function(aten.add.Tensor, (result, cast))
+    return result

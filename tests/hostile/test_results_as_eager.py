@@ -124,6 +124,16 @@ def test_a_function_differentiated_inside():
     assert any("torch.func" in r.reason for r in subject.report.rejections)
 
 
+def test_sizes_of_data_beside_a_check_of_the_outputs():
+    """`x[mask]` that stays as it is: its size is made anew each time the packed graph runs on fakes."""
+
+    def program(m: Program, ids: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
+        h = m.encoded(ids)
+        return pooled(m.q(h), valid(ids, n)), m.k(h)[ids.float().sin() > 0].sum()
+
+    equal(program, "aot_eager")
+
+
 def test_backward_hooks_of_a_submodule():
     model = Program(lambda m, ids, n: pooled(m.q(m.encoded(ids)), valid(ids, n)))
     model.q.register_full_backward_hook(lambda module, before, after: tuple(None if x is None else x * 2 for x in before))
@@ -179,4 +189,6 @@ def test_sums_under_autocast_on_cuda_are_fp32(mean):
     ids, n = (x.cuda() for x in inputs(torch.tensor([1, 2, 1, 5]), 7, torch.Generator().manual_seed(0)))
     wanted, got = model(ids, n), subject(ids, n)
     assert subject.report.steps_packed == 1
-    assert got.dtype == wanted.dtype and torch.allclose(got, wanted, rtol=1e-5, atol=1e-5)
+    assert got.dtype == wanted.dtype == (torch.bfloat16 if mean else torch.float32)
+    close = 2e-2 if mean else 1e-5
+    assert torch.allclose(got, wanted, rtol=close, atol=close)

@@ -103,6 +103,7 @@ class Program:
             ("torch.float64", "torch.float32"),
         ):
             source = source.replace(narrow, wide)
+        source = re.sub(r"finfo\(\w+\.dtype\)", "finfo(torch.float32)", source)  # fp64's least is no float to `torch.where`
         return replace(self, source=source, autocast=None, dtype=torch.float64)
 
     def __str__(self) -> str:

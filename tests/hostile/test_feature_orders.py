@@ -16,7 +16,7 @@ def weights(m: Program, h: Tensor, v: Tensor, score: str) -> Tensor:
 
 
 @pytest.mark.parametrize("score", ["softmax", "relu"])
-@pytest.mark.parametrize("result", ["bqhd", "bqdh", "bdqh", "bhqd", "hbqd", "dhbq"])
+@pytest.mark.parametrize("result", ["bqhd", "bqdh", "bdqh", "bhqd"])
 def test_einsum_orders_the_features_of_the_result(score, result):
     def program(m: Program, ids: Tensor, n: Tensor) -> Tensor:
         h, v = m.items(ids), valid(ids, n)

@@ -185,7 +185,7 @@ COPIES = {
 
 
 @pytest.mark.parametrize("copy", COPIES)
-@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+@pytest.mark.parametrize("inner", ["eager", pytest.param("aot_eager", marks=sweep)])
 def test_copies_have_a_derivative(copy, inner):
     class Copying(Model):
         def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:

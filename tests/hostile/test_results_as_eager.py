@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from .common import compiled, gradients
+from gemopt.testing import assert_equivalent
+
+from .common import compiled, gradients, sweep
 from .programs import Program, equal, inputs, pooled, valid
 
 RESULTS = {
@@ -25,7 +27,7 @@ RESULTS = {
 
 
 @pytest.mark.parametrize("result", RESULTS)
-@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+@pytest.mark.parametrize("inner", ["eager", pytest.param("aot_eager", marks=sweep)])
 def test_strides_of_results(result, inner):
     def program(m: Program, ids: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
         v = valid(ids, n)
@@ -61,8 +63,6 @@ def test_a_tensor_of_one_element_has_a_say_in_the_dtype(parameter, autocast):
     model = Model(lambda: None, torch.float32 if autocast else torch.float16)
     model.scale = nn.Parameter(torch.full((1,), 3.3))
     subject = compiled(model)
-    from gemopt.testing import assert_equivalent
-
     assert_equivalent(model, inputs, max_len=7, cases=("skewed", "full"), compiled=subject)
     assert subject.report.steps_packed
 
@@ -81,7 +81,7 @@ LOSING: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("losing", LOSING)
-@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+@pytest.mark.parametrize("inner", ["eager", pytest.param("aot_eager", marks=sweep)])
 def test_gradients_of_zeros_are_no_none(losing, inner):
     equal(lambda m, ids, n: pooled(LOSING[losing](m, m.encoded(ids), valid(ids, n)), valid(ids, n)), inner)
 
@@ -137,8 +137,6 @@ def test_sizes_of_data_beside_a_check_of_the_outputs():
 def test_backward_hooks_of_a_submodule():
     model = Program(lambda m, ids, n: pooled(m.q(m.encoded(ids)), valid(ids, n)))
     model.q.register_full_backward_hook(lambda module, before, after: tuple(None if x is None else x * 2 for x in before))
-    from gemopt.testing import assert_equivalent
-
     assert_equivalent(model, inputs, max_len=7, cases=("skewed",), compiled=compiled(model, "aot_eager"))
 
 
@@ -165,7 +163,7 @@ ASKING = {
 
 
 @pytest.mark.parametrize("asking", ASKING)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.float32, marks=sweep)])
 def test_ops_that_ask_whether_there_are_rows(asking, dtype):
     """The derivatives of these ask for the number of elements, which a packed tensor does not know when it is compiled."""
 

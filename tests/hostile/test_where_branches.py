@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .common import sweep
 from .programs import Program, equal, pooled, valid
 
 CONDITIONS = {
@@ -25,7 +26,7 @@ def attended(m: Program, h: Tensor, v: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("condition", CONDITIONS)
-@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+@pytest.mark.parametrize("inner", ["eager", pytest.param("aot_eager", marks=sweep)])
 def test_two_computed_branches(condition, inner):
     def program(m: Program, ids: Tensor, n: Tensor) -> Tensor:
         chosen = CONDITIONS[condition](ids, n)[..., None]

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 import sympy
 from torch import fx
 
-from gemopt.graph import terms as t
 from gemopt.graph.rowsets import RowSet
 from gemopt.graph.terms import Term
 
@@ -79,7 +78,6 @@ class Extras:
         return self[Extra("blocks", s, axis=width)]
 
     def repack(self, s: RowSet, target: RowSet) -> fx.Node:
-        assert t.implies(target.predicate, s.predicate), f"{target} has rows that {s} lacks"
         return self[Extra("repack", s, target=target)]
 
     def gather(self, s: RowSet, positions: tuple[Term, ...], sizes: tuple[sympy.Expr, ...]) -> fx.Node:

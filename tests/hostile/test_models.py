@@ -45,7 +45,8 @@ def test_model(case):
         assert not report.rewrites
 
 
-@pytest.mark.parametrize("name", ["sasrec", pytest.param("several_histories", marks=sweep)])
+@sweep
+@pytest.mark.parametrize("name", ["sasrec", "several_histories"])
 def test_through_aot_autograd_and_all_sizes(name):
     model, inputs = CASES[name].make(0)
     cases = ("given", "zeros", "empty_batch", "one_sequence")

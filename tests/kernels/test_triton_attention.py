@@ -25,6 +25,7 @@ import triton.language as tl
 
 from gemopt.kernels.triton import jagged_attention as launch
 from gemopt.kernels.triton.dropout import keep_mask, row_keys
+from tests.hostile.common import SWEEPING
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and os.environ.get("GEMOPT_FORCE_TRITON") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -64,7 +65,7 @@ HALF_CASES = [
 HALF_ACTIVATIONS = ("relu2", "gelu")  # all at once below; they are computed in fp32, whatever the dtype of the operands
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [c for c in CASES if c not in HALF_CASES] if INTERPRETED and not SWEEPING else CASES)
 def test_matches_reference(name: str) -> None:
     check(case_of(name), torch.float32, DEVICE)
 

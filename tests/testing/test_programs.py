@@ -107,7 +107,7 @@ def test_runner_sees_wrong_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(runner, "ForcedPlan", Off)
     plain = {"family": "mha", "padding": "key", "demand": "mean", "precision": "fp32"}
-    outcome = run(sample(0, plain), cases=("given",))
+    outcome = run(sample(0, plain), cases=("given",), confirm=False)
     assert outcome.verdict == "wrong", str(outcome)
 
 

@@ -96,7 +96,7 @@ def _split_parts(graph: fx.Graph, node: fx.Node) -> None:
 def _joined_parts(graph: fx.Graph, node: fx.Node) -> None:
     """``cat(x.chunk(n, a), b)`` is ``x`` with the parts' number moved from in front of dim a to in front of dim b."""
     source = _source_of_parts(node.args[0])
-    if source is None:
+    if source is None or not node.meta["val"].is_contiguous():
         return
     x, count = source.args[0], len(source.meta["val"])
     assert isinstance(x, fx.Node)

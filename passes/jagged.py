@@ -45,7 +45,7 @@ _END = 2**63 - 1
 
 
 def jagged_inputs(gm: fx.GraphModule) -> None:
-    """Rewrite ``gm`` in place. Writes are made functional first: lengths are read where their sums were."""
+    """Rewrite ``gm`` in place. Writes are made functional first: a length may be read later than its sum was made."""
     functionalise(gm)
     sums = _Sums(tainted(gm.graph))
     for node in list(gm.graph.nodes):

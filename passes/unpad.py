@@ -236,7 +236,7 @@ def fakes_of(captured: Captured, plan: Plan) -> dict[fx.Node, Any]:
 
     sizes = captured.fake_mode.shape_env
     assert sizes is not None
-    # Sizes that depend on data are not of this run's making alone: the inner compiler asks who made those it finds open.
+    # Sizes that depend on data are made anew here; not ignored, the inner compiler would report them as never bound.
     # Without the Python dispatcher torch 2.11 turns symbolic sizes into numbers.
     with captured.fake_mode, sizes.ignore_fresh_unbacked_symbols(), enable_python_dispatcher():
         Recorder(plan.packed).run(*map(trace_copy, captured.example_inputs), *plan.extra_examples)

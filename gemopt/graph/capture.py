@@ -13,7 +13,6 @@ checkpointed bodies.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -93,6 +92,8 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Captured:
         run = lambda *args: _Retrace(gm).run(*args)  # noqa: E731
         retraced = make_fx(run, pre_dispatch=True)(*map(trace_copy, fakes))
     retraced.meta["ambient_grad"] = torch.is_grad_enabled()
+    if regions(retraced)[retraced.graph.output_node()][0] != torch.is_grad_enabled():
+        raise CaptureError("the graph ends in another grad mode than it begins in")
     outputs = retraced.graph.output_node().args[0]
     count = len(outputs) if isinstance(outputs, (tuple, list)) else 1
     return Captured(
@@ -142,7 +143,10 @@ _AS_ANOTHER = ("expand_as", "view_as", "reshape_as", "type_as")
 
 
 def reached(gm: fx.GraphModule, inputs: Sequence[Any], values: Mapping[fx.Node, Any]) -> list[int]:
-    """For each output the trained inputs that autograd reaches from it: bit j is input j. ``values``: those of the nodes."""
+    """For each output the trained inputs that autograd reaches from it: bit j is input j. ``values``: those of the nodes.
+
+    A little more than that: every floating argument counts, but for those that lend a shape or a dtype.
+    """
     region = regions(gm)
     bits: dict[fx.Node, int] = {}
     placeholders = gm.graph.find_nodes(op="placeholder")
@@ -160,7 +164,7 @@ def reached(gm: fx.GraphModule, inputs: Sequence[Any], values: Mapping[fx.Node, 
 
 
 def _differentiated(node: fx.Node) -> Sequence[fx.Node]:
-    """The arguments that an op has a gradient for: not those that lend a shape or a dtype alone."""
+    """The arguments of an op, without those that lend a shape or a dtype alone."""
     name = getattr(node.target, "_opname", "")
     if name.endswith("_like") or name.startswith("new_"):
         return ()
@@ -208,9 +212,13 @@ def trace_copy(x: Any) -> Any:
         return x
     if getattr(x, "item_memo", None) is not None:  # a wrapped Python float: the memo is its symbol
         return x
-    with torch.enable_grad(), contextlib.suppress(RuntimeError):  # a view made in a custom Function cannot be written
+    try:
         if x.requires_grad and not x.is_leaf:  # may be written in place, as a leaf may not
-            return _Computed.apply(x.detach(), x.new_empty((), requires_grad=True))
+            with torch.enable_grad():
+                return _Computed.apply(x.detach(), x.new_empty((), requires_grad=True))
+    except RuntimeError as error:
+        if "created inside a custom Function" not in str(error):
+            raise  # such a view cannot be written in eager either: a leaf does as well
     return x.detach().requires_grad_(x.requires_grad)
 
 

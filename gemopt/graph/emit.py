@@ -304,7 +304,7 @@ class Emitter:
             return self._dropout(node, rows)
         if op_name(node) == "aten.log_sigmoid":  # its derivative asks whether the packed size is 0
             x = self.call(aten.neg.default, self.aligned(info.accesses[0], node, rows))
-            result = self.call(aten.neg.default, self.call(aten.softplus.default, x))
+            result = self.call(aten.neg.default, self.call(aten.softplus.default, x, 1, _SOFTPLUS_THRESHOLD))
             return self.call(aten.to.dtype, result, node.meta["val"].dtype)
         accesses = iter(info.accesses)
 
@@ -438,7 +438,7 @@ class Emitter:
         return self._with_dim(node, x, moved[0] if isinstance(dim, int) else moved)
 
     def _logsumexp(self, x: fx.Node, dims: list[int], node: fx.Node) -> fx.Node:
-        """Written out, with the limits of aten's at infinities: its derivative asks whether the packed size is 0."""
+        """``aten.logsumexp`` written out, equal at infinities too: aten's derivative asks whether the packed size is 0."""
         call, keep, limit = self.call, bool(argument(node, "keepdim", False)), float("inf")
         top = call(aten.amax.default, call(aten.detach.default, x), dims, True)
         top = call(aten.masked_fill.Scalar, top, call(aten.eq.Scalar, call(aten.abs.default, top), limit), 0.0)
@@ -477,6 +477,9 @@ class Emitter:
         assert out is not None  # `Layout` packs only losses whose rows are exactly the row axes
         return out
 
+
+# Above it softplus returns its argument: 20, the default, is 1e-10 off in fp64; exp(-40) is below the rounding of 40.
+_SOFTPLUS_THRESHOLD = 40
 
 _PERMUTES = frozenset(
     "aten." + n

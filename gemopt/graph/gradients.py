@@ -2,12 +2,13 @@
 
 What is rewritten may lose an input whose gradient is 0 whatever the batch: a bias that a softmax cancels, a tensor that is
 overwritten. Optimisers tell zeros from None (AdamW decays the weight or does not), and so does DDP's reducer. Each such
-input is added to the outputs it was part of, as the sum of none of its elements.
+input is added to the outputs it was part of, as the sum of none of its elements. Outputs that are expanded or have gaps are
+left alone: a sum would have other strides.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,10 +20,10 @@ from gemopt.graph.emit import is_dense
 aten = torch.ops.aten
 
 
-def keep_gradients(captured: Captured, packed: fx.GraphModule, fakes: Mapping[fx.Node, Any]) -> bool:
-    """Add the inputs that ``packed`` lost to its outputs, in place; whether there were any. ``fakes``: its nodes' values."""
+def keep_gradients(captured: Captured, packed: fx.GraphModule, fakes: Mapping[fx.Node, Any]) -> None:
+    """Add the inputs that ``packed`` lost to its outputs, in place. ``fakes``: the values of its nodes."""
     if not captured.is_training_graph:
-        return False
+        return
     before = captured.trained_by_output
     after = reached(packed, captured.example_inputs, fakes)
     output = packed.graph.output_node()
@@ -33,28 +34,24 @@ def keep_gradients(captured: Captured, packed: fx.GraphModule, fakes: Mapping[fx
     with packed.graph.inserting_before(output):
         for i, (result, was, still) in enumerate(zip(results, before, after, strict=True)):
             if was & ~still and isinstance(result, fx.Node) and _can_be_added_to(fakes[result]):
-                zeros = [_nothing_of(packed.graph, x) for j, x in enumerate(inputs) if (was & ~still) >> j & 1]
-                results[i] = _plus(packed.graph, result, zeros, fakes[result].dtype)
+                for j, x in enumerate(inputs):
+                    if (was & ~still) >> j & 1:
+                        results[i] = _with_nothing_of(packed.graph, results[i], x, fakes[result], fakes[x])
                 lost = True
     if lost:
         output.args = (type(outputs)(results) if isinstance(outputs, list | tuple) else results[0],)
         packed.recompile()
-    return lost
 
 
 def _can_be_added_to(value: Any) -> bool:
-    """A sum has the strides of a dense tensor, and no others."""
+    """Adding 0 keeps the strides of a dense tensor only."""
     return isinstance(value, torch.Tensor) and value.is_floating_point() and is_dense(value)
 
 
-def _nothing_of(graph: fx.Graph, x: fx.Node) -> fx.Node:
-    """0, with a gradient of zeros: no element is read, so none is NaN."""
+def _with_nothing_of(graph: fx.Graph, result: Any, x: fx.Node, value: torch.Tensor, lost: torch.Tensor) -> fx.Node:
+    """``result`` plus 0, with a gradient of zeros for ``x``: no element is read, so none is NaN."""
     none = graph.call_function(aten.slice.Tensor, (graph.call_function(aten.reshape.default, (x, [-1])), 0, 0, 0))
-    return graph.call_function(aten.sum.default, (none,))
-
-
-def _plus(graph: fx.Graph, result: fx.Node, zeros: Sequence[fx.Node], dtype: torch.dtype) -> fx.Node:
-    for zero in zeros:
-        cast = graph.call_function(aten.to.dtype, (zero, dtype))
-        result = graph.call_function(aten.add.Tensor, (result, cast))
-    return result
+    zero = graph.call_function(aten.sum.default, (none,))
+    if (lost.dtype, lost.device) != (value.dtype, value.device):
+        zero = graph.call_function(aten._to_copy.default, (zero,), {"dtype": value.dtype, "device": value.device})
+    return graph.call_function(aten.add.Tensor, (result, zero))

@@ -344,7 +344,7 @@ def _packed_form(node: fx.Node, info: Info, rows: Rows) -> bool:
         others = [a for a in info.accesses if a is not first]
         if any(set(plain_slots(a)) & row_slots for a in others):
             return False
-    if info.kind == "loss":  # of one class slot, as `sinks.token_loss` has it
+    if info.kind == "loss":  # `sinks.token_loss` takes one class slot only
         return set(rows.slots) == set(range(len(info.sizes))) and len(info.accesses[0].exprs) == len(info.sizes) + 1
     if info.kind in ("slice", "cat"):
         shape = info.dim_slots()

@@ -85,7 +85,7 @@ def functionalise(gm: fx.GraphModule) -> None:
         if _history_is_kept(x, node, region, [n for n in group if order[n] < order[node]]):
             continue
         if functional is aten.copy.default:
-            if not x.meta["val"].is_contiguous():
+            if not _copies_plainly(node):
                 continue
             order.update(dict.fromkeys(_copied(graph, node), order[node]))
         elif _keeps_dtype(functional, node):
@@ -95,6 +95,12 @@ def functionalise(gm: fx.GraphModule) -> None:
         x.replace_all_uses_with(node, delete_user_cb=lambda u, n=node: order[u] > order[n])  # type: ignore[misc]
         fresh = [node, *(n for n in group if order[n] > order[node])]  # the result has a storage of its own now
         group_of.update(dict.fromkeys(fresh, fresh))
+
+
+def _copies_plainly(node: fx.Node) -> bool:
+    """Whether a ``copy_`` writes a contiguous tensor from one on its own device."""
+    x, y = node.args[0].meta["val"], node.args[1].meta["val"]  # type: ignore[union-attr]
+    return bool(x.is_contiguous()) and x.device == y.device
 
 
 def _copied(graph: fx.Graph, node: fx.Node) -> tuple[fx.Node, fx.Node]:

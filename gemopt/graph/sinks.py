@@ -68,7 +68,7 @@ def _reduction(emitter: Emitter, node: fx.Node) -> fx.Node | None:
     dtype = node.meta["val"].dtype
     wide = name == "aten.mean" and dtype == torch.float16  # a sum may be larger than fp16 where its mean is not
     summed = torch.float32 if wide else dtype
-    if summed != x.meta["val"].dtype:  # autocast on CUDA sums in fp32
+    if summed != x.meta["val"].dtype:  # the dtype of the result, where it is another: autocast on CUDA sums in fp32
         tensor = emitter.call(aten._to_copy.default, tensor, dtype=summed)
     if whole or inner:
         tensor = emitter.call(aten.sum.dim_IntList, tensor, ([0] if whole else []) + inner)

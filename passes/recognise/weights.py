@@ -24,7 +24,7 @@ ACTIVATIONS = {
     "aten.hardswish": "hardswish",
     "aten.gelu": "gelu",
     "aten.leaky_relu": "leaky_relu",
-    "aten.clamp": "",  # nearly relu, so that it is a candidate
+    "aten.clamp": "",  # no activation of ours, listed so that the refusal is told
     "aten.clamp_min": "",
 }
 

@@ -371,7 +371,5 @@ class LazyPadded:
                     _LazyGraphModule.force_recompile(self._gm)  # else Dynamo traces how its code is generated
                     self._compiled = dynamo.optimize(self._gm.forward, self._inner, dynamic=self._dynamic)
                 compiled = self._compiled
-        if torch._dynamo.eval_frame._stance.stance == "default":
-            return compiled(*args)
-        with torch.compiler.set_stance("default"):  # "fail_on_recompile" around the call is about the user's frames
+        with dynamo.default_stance():  # "fail_on_recompile" around the call is about the user's frames
             return compiled(*args)

@@ -18,7 +18,7 @@ other user of torch.compile sees them.
 from __future__ import annotations
 
 import inspect
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from types import CodeType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -74,6 +74,13 @@ class ScopedCallback:
 def supports(option: str) -> bool:
     """Whether this torch's ``torch.compile`` has the option."""
     return option in inspect.signature(_optimize).parameters
+
+
+def default_stance() -> AbstractContextManager[Any]:
+    """``torch.compiler.set_stance("default")``, at no cost where no other is in force."""
+    if torch._dynamo.eval_frame._stance.stance == "default":
+        return nullcontext()
+    return torch.compiler.set_stance("default")
 
 
 def optimize(fn: Any, backend: Any, **options: Any) -> Any:

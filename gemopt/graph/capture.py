@@ -94,18 +94,16 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Captured:
     retraced.meta["ambient_grad"] = torch.is_grad_enabled()
     if regions(retraced)[retraced.graph.output_node()][0] != torch.is_grad_enabled():
         raise CaptureError("the graph ends in another grad mode than it begins in")
-    outputs = retraced.graph.output_node().args[0]
-    count = len(outputs) if isinstance(outputs, (tuple, list)) else 1
     return Captured(
         gm=retraced,
         example_inputs=fakes,
         input_names=_adopt_placeholders(retraced, gm),
-        output_names=[f"output[{i}]" for i in range(count)],
+        output_names=[f"output[{i}]" for i in range(len(outputs_of(retraced.graph)))],
         is_training_graph=trains(example_inputs),
         fake_mode=fake_mode,
         real_inputs=list(example_inputs),
         ambient_autocast=_ambient_autocast(example_inputs),
-        trained_by_output=reached(retraced, fakes, {n: n.meta.get("val") for n in retraced.graph.nodes}),
+        trained_by_output=reached(retraced, fakes),
     )
 
 
@@ -142,10 +140,17 @@ _DETACHING = (torch.ops.aten.detach.default, torch.ops.aten.detach_.default)
 _AS_ANOTHER = ("expand_as", "view_as", "reshape_as", "type_as")
 
 
-def reached(gm: fx.GraphModule, inputs: Sequence[Any], values: Mapping[fx.Node, Any]) -> list[int]:
-    """For each output the trained inputs that autograd reaches from it: bit j is input j. ``values``: those of the nodes.
+def outputs_of(graph: fx.Graph) -> list[Any]:
+    """What the graph returns, one entry each."""
+    (outputs,) = graph.output_node().args
+    return list(outputs) if isinstance(outputs, list | tuple) else [outputs]
 
-    A little more than that: every floating argument counts, but for those that lend a shape or a dtype.
+
+def reached(gm: fx.GraphModule, inputs: Sequence[Any], values: Mapping[fx.Node, Any] | None = None) -> list[int]:
+    """For each output the trained inputs that autograd reaches from it: bit j is input j.
+
+    ``values``: those of the nodes, where their metas have none. A little more is said than that: every floating argument
+    counts, but for those that lend a shape or a dtype.
     """
     region = regions(gm)
     bits: dict[fx.Node, int] = {}
@@ -154,13 +159,12 @@ def reached(gm: fx.GraphModule, inputs: Sequence[Any], values: Mapping[fx.Node, 
         bits[node] = int(isinstance(x, torch.Tensor) and x.requires_grad) << j
     for node in gm.graph.nodes:
         if node.op == "call_function":
-            through = region[node][0] and node.target not in _DETACHING and _is_floating(values.get(node))
+            value = node.meta.get("val") if values is None else values.get(node)
+            through = region[node][0] and node.target not in _DETACHING and _is_floating(value)
             bits[node] = 0
             for x in _differentiated(node) if through else ():
                 bits[node] |= bits.get(x, 0)
-    (outputs,) = gm.graph.output_node().args
-    flat = outputs if isinstance(outputs, list | tuple) else (outputs,)
-    return [bits.get(n, 0) if isinstance(n, fx.Node) else 0 for n in flat]
+    return [bits.get(n, 0) if isinstance(n, fx.Node) else 0 for n in outputs_of(gm.graph)]
 
 
 def _differentiated(node: fx.Node) -> Sequence[fx.Node]:
@@ -216,9 +220,9 @@ def trace_copy(x: Any) -> Any:
         if x.requires_grad and not x.is_leaf:  # may be written in place, as a leaf may not
             with torch.enable_grad():
                 return _Computed.apply(x.detach(), x.new_empty((), requires_grad=True))
-    except RuntimeError as error:
+    except RuntimeError as error:  # a view made in a custom Function is not written in eager either: a leaf does as well
         if "created inside a custom Function" not in str(error):
-            raise  # such a view cannot be written in eager either: a leaf does as well
+            raise
     return x.detach().requires_grad_(x.requires_grad)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from gemopt.graph.capture import Captured, reached
+from gemopt.graph.capture import Captured, outputs_of, reached
 from gemopt.graph.emit import is_dense
 
 aten = torch.ops.aten
@@ -27,9 +27,7 @@ def keep_gradients(captured: Captured, packed: fx.GraphModule, fakes: Mapping[fx
     before = captured.trained_by_output
     after = reached(packed, captured.example_inputs, fakes)
     output = packed.graph.output_node()
-    (outputs,) = output.args
-    results = list(outputs) if isinstance(outputs, list | tuple) else [outputs]
-    lost = False
+    results, lost = outputs_of(packed.graph), False
     inputs = packed.graph.find_nodes(op="placeholder")
     with packed.graph.inserting_before(output):
         for i, (result, was, still) in enumerate(zip(results, before, after, strict=True)):
@@ -39,7 +37,7 @@ def keep_gradients(captured: Captured, packed: fx.GraphModule, fakes: Mapping[fx
                         results[i] = _with_nothing_of(packed.graph, results[i], x, fakes[result], fakes[x])
                 lost = True
     if lost:
-        output.args = (type(outputs)(results) if isinstance(outputs, list | tuple) else results[0],)
+        output.args = (type(output.args[0])(results) if isinstance(output.args[0], list | tuple) else results[0],)
         packed.recompile()
 
 

@@ -296,9 +296,9 @@ class Plan:
                 else:
                     if s not in counts:
                         counts[s] = env.create_unbacked_symint()
-                        # No lower bound above 0: 2 would answer what shape functions of torch 2.11 ask, but
-                        # then its inductor fused reductions on a GPU that it could not size (not tried since the backend
-                        # tells it how to split them).
+                        # No lower bound above 0: 2 would answer what shape functions of torch 2.11 ask, but then its
+                        # inductor fused reductions on a GPU that it could not size (not tried since the backend tells it
+                        # how to split them).
                         torch._check(counts[s] >= 0)
                         likely = likely_rows(s, env.backed_var_to_val)
                         if likely is not None:

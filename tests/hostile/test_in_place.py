@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from gemopt.testing import assert_equivalent
 
 from .common import compiled, sweep
+from .programs import inputs
 
 WRITES = {
     "mul": lambda h, v: h.mul_(v[..., None]),
@@ -122,9 +123,6 @@ def test_writes_keep_the_dtype_under_autocast() -> None:
             weights = scores.masked_fill(~valid[:, None], -1e9).softmax(-1)
             return ((weights @ q) * valid[..., None]).sum(1).float()
 
-    def inputs(lengths: Tensor, max_len: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
-        return torch.randint(1, 40, (len(lengths), max_len), generator=g), lengths
-
     model = Scores()
     with torch.autocast("cpu", torch.bfloat16):
         assert_equivalent(model, inputs, compiled=compiled(model), cases=("given", "skewed"))
@@ -166,9 +164,6 @@ class Jagged(Model):
 @pytest.mark.parametrize("kind", LENGTHS_WRITTEN)
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_lengths_and_offsets_that_are_written(kind, when):
-    def inputs(lengths: Tensor, max_len: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        return torch.randint(1, 40, (len(lengths), max_len), generator=generator), lengths
-
     model = Jagged(kind, when).double()
     subject = compiled(model)
     assert_equivalent(model, inputs, max_len=9, cases=("zeros", "skewed"), compiled=subject)
@@ -194,9 +189,6 @@ def test_copies_have_a_derivative(copy, inner):
             h = self.embed(ids)
             y = COPIES[copy](self.linear(h), h.sin())
             return (self.linear(y.relu()) * (torch.arange(ids.shape[1]) < lengths[:, None])[..., None]).sum(1)
-
-    def inputs(lengths: Tensor, max_len: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        return torch.randint(1, 40, (len(lengths), max_len), generator=generator), lengths
 
     model = Copying().double()
     subject = compiled(model, inner)

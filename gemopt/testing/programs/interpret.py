@@ -79,8 +79,8 @@ class Interpreted:
         traced.meta["ambient_grad"] = True
         names = [n.name for n in traced.graph.find_nodes(op="placeholder")]
         outputs = [f"output[{i}]" for i in range(self._out_spec.num_leaves)]
-        trained = reached(traced, fakes, {n: n.meta.get("val") for n in traced.graph.nodes})
-        self.captured = Captured(traced, fakes, names, outputs, True, mode, list(leaves), _ambient_autocast(leaves), trained)
+        casts, trained = _ambient_autocast(leaves), reached(traced, fakes)
+        self.captured = Captured(traced, fakes, names, outputs, True, mode, list(leaves), casts, trained)
         self.plan = self.pipeline(self.captured, self.recipe, self.report.new_graph(mode="train"))
 
     @property

@@ -212,28 +212,6 @@ def _compare(program: Program, inner: str, cases: tuple[str, ...], seed: int) ->
     return results, compiled.report
 
 
-def settle(draws: list[list[CaseResult]], problem_of: Callable[[Errors], str] | None = None) -> list[CaseResult]:
-    """The results of the first draw, with rounding errors judged over all draws by ``problem_of`` (`_over` if not given);
-    what else is wrong in any draw stays so.
-
-    In one draw eager's error of a loss may be a hundredth of its usual size by luck, and twice that is no bound. A wrong
-    rewrite is wrong in every draw: its root mean square stays far above the bound's.
-    """
-    errors: dict[tuple[str, str], Errors] = defaultdict(list)
-    for case in (case for results in draws for case in results):
-        for c in case.comparisons:
-            errors[case.name, c.name].append((c.rms, c.bound))
-    settled = []
-    for number, results in enumerate(draws):
-        for case in results:
-            for c in case.comparisons:
-                if c.is_rounding or not c.problem:
-                    c.problem = (problem_of or _over)(errors[case.name, c.name]) if number == 0 else ""
-            if number == 0 or not case.ok:
-                settled.append(case)
-    return settled
-
-
 def _over(errors: Errors, slack: float = 1.0) -> str:
     """The problem of errors whose root mean square is above ``slack`` times that of their bounds; empty if it is not."""
     mine, bound = (math.sqrt(statistics.fmean(x**2 for x in column)) for column in zip(*errors, strict=True))
@@ -253,6 +231,28 @@ def _usually_over(errors: Errors) -> str:
     if mine <= bound and over <= _FLIPS * len(errors):
         return ""
     return f"RMS error {mine:.3g} in the median of {len(errors)} draws, allowed {bound:.3g}; {over} over their bound"
+
+
+def settle(draws: list[list[CaseResult]], problem_of: Callable[[Errors], str] = _over) -> list[CaseResult]:
+    """The results of the first draw, with rounding errors judged over all draws by ``problem_of``; what else is wrong
+    in any draw stays so.
+
+    In one draw eager's error of a loss may be a hundredth of its usual size by luck, and twice that is no bound. A wrong
+    rewrite is wrong in every draw: its root mean square stays far above the bound's.
+    """
+    errors: dict[tuple[str, str], Errors] = defaultdict(list)
+    for case in (case for results in draws for case in results):
+        for c in case.comparisons:
+            errors[case.name, c.name].append((c.rms, c.bound))
+    settled = []
+    for number, results in enumerate(draws):
+        for case in results:
+            for c in case.comparisons:
+                if c.is_rounding or not c.problem:
+                    c.problem = problem_of(errors[case.name, c.name]) if number == 0 else ""
+            if number == 0 or not case.ok:
+                settled.append(case)
+    return settled
 
 
 class _Checker(Checker):

@@ -3,18 +3,20 @@
     x = jagged_to_padded_dense(values, [offsets], [L], pad)
     x[b, p] = values[offsets[b] + p]  where p < offsets[b + 1] - offsets[b], else pad            p = 0 .. L - 1
 
-becomes ``masked_fill(embedding(values, position), not mask, pad)``: an embedding by token with a table of T rows, and a fact
-about the rows that hold no token. Positions are clamped into the table, so rows that are filled anyway read something.
+becomes ``masked_fill(embedding(values, position), not mask, pad)``, ``values[position]`` where values are 1-D: an embedding
+by token with a table of T rows, and a fact about the rows that hold no token. Positions are clamped into the table, so rows
+that are filled anyway read something.
 
-Offsets and lengths name the same thing, and a mask must be one term whichever of them the user took it from. Where the
+Offsets and lengths say the same, and a mask must be one term whichever of them the user took it from. Where the
 offsets are the cumulative sum of lengths inside the graph (`KeyedJaggedTensor.offsets()`), differences of offsets are
 those lengths; ``diff`` is the difference of two slices.
 
 If the lengths are what they say they are, and the offsets start at 0, the mask holds in exactly T places, and T is the size
 of an input: `row_totals` lists such masks for the plan, which then need not wait for a count (graph/totals.py).
 
-Known ops: fbgemm's ``jagged_to_padded_dense``, ``jagged_2d_to_dense`` and ``jagged_1d_to_dense``, and
-``aten._jagged_to_padded_dense_forward``, with one ragged dim. The packed graph alone is built from this form.
+Known ops: fbgemm's ``jagged_to_padded_dense`` (also ``_forward``), ``jagged_2d_to_dense`` and ``jagged_1d_to_dense``, and
+``aten._jagged_to_padded_dense_forward``, with one ragged dim. Only the packed graph is made from this form; a padded step
+runs the op itself.
 """
 
 from __future__ import annotations
@@ -178,7 +180,7 @@ class _Sums:
             return None
         name, x = op_name(offsets), offsets.args[0] if offsets.args else None
         if name == "fbgemm.asynchronous_complete_cumsum":
-            return self._whole(x)
+            return self._followed(x)
         if name in ("aten.to", "aten._to_copy", "aten.contiguous", "aten.clone", "aten.detach") and isinstance(x, fx.Node):
             return self.of(x) if offsets.meta["val"].dtype in _INTEGERS and x.meta["val"].dtype in _INTEGERS else None
         if name in ("aten.constant_pad_nd", "aten.pad"):
@@ -197,10 +199,10 @@ class _Sums:
     def _cumulative(self, x: Any) -> fx.Node | None:
         if not isinstance(x, fx.Node) or op_name(x) != "aten.cumsum" or x.meta["val"].dtype not in _INTEGERS:
             return None
-        return None if x in self.written else self._whole(x.args[0])
+        return None if x in self.written else self._followed(x.args[0])
 
-    def _whole(self, x: Any) -> fx.Node | None:
-        """A vector of integers that are wide enough to be followed."""
+    def _followed(self, x: Any) -> fx.Node | None:
+        """``x`` if its values can be followed: a vector of int32 or int64 that nothing writes."""
         plain = is_tensor(x) and x.meta["val"].ndim == 1 and x.meta["val"].dtype in _INTEGERS
         return x if plain and x not in self.written else None
 

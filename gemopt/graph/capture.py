@@ -59,8 +59,8 @@ class Captured:
         real_inputs: what Dynamo handed over: tensors with data, and SymInts. Read them, never write them.
         ambient_autocast: device type -> dtype, for each kind of device whose autocast was on around the call.
             No node says so; the metas have the dtypes it leads to.
-        trained_by_output: for each output the inputs that autograd reached from it in the graph as it was captured
-            (`reached`).
+        trained_by_output: for each output, as bits, the inputs that autograd reaches from it (`reached`). Taken before any
+            rewrite, so that graph/gradients.py can tell what a rewrite lost.
     """
 
     gm: fx.GraphModule
@@ -149,8 +149,8 @@ def outputs_of(graph: fx.Graph) -> list[Any]:
 def reached(gm: fx.GraphModule, inputs: Sequence[Any], values: Mapping[fx.Node, Any] | None = None) -> list[int]:
     """For each output the trained inputs that autograd reaches from it: bit j is input j.
 
-    ``values``: those of the nodes, where their metas have none. A little more is said than that: every floating argument
-    counts, but for those that lend a shape or a dtype.
+    ``values`` are those of the nodes; without it, their metas. An estimate: every argument counts but those that lend a
+    shape or a dtype, and a write counts for the result of the op, not for later reads of the tensor that it wrote.
     """
     region = regions(gm)
     bits: dict[fx.Node, int] = {}

@@ -2,8 +2,8 @@
 
 What is rewritten may lose an input whose gradient is 0 whatever the batch: a bias that a softmax cancels, a tensor that is
 overwritten. Optimisers tell zeros from None (AdamW decays the weight or does not), and so does DDP's reducer. Each such
-input is added to the outputs it was part of, as the sum of none of its elements. Outputs that are expanded or have gaps are
-left alone: a sum would have other strides.
+input is added to the outputs it was part of, as the sum of none of its elements. Complex outputs are left
+alone, and those that are expanded or have gaps: a sum would have other strides.
 """
 
 from __future__ import annotations
@@ -26,19 +26,23 @@ def keep_gradients(captured: Captured, packed: fx.GraphModule, fakes: Mapping[fx
         return
     before = captured.trained_by_output
     after = reached(packed, captured.example_inputs, fakes)
-    output = packed.graph.output_node()
-    results, lost = outputs_of(packed.graph), False
+    output, originals = packed.graph.output_node(), outputs_of(packed.graph)
     inputs = packed.graph.find_nodes(op="placeholder")
+    missing = [
+        (i, x)
+        for i, (result, was, still) in enumerate(zip(originals, before, after, strict=True))
+        if was & ~still and isinstance(result, fx.Node) and _can_be_added_to(fakes[result])
+        for j, x in enumerate(inputs)
+        if (was & ~still) >> j & 1
+    ]
+    if not missing:
+        return
+    results = list(originals)
     with packed.graph.inserting_before(output):
-        for i, (result, was, still) in enumerate(zip(results, before, after, strict=True)):
-            if was & ~still and isinstance(result, fx.Node) and _can_be_added_to(fakes[result]):
-                for j, x in enumerate(inputs):
-                    if (was & ~still) >> j & 1:
-                        results[i] = _with_nothing_of(packed.graph, results[i], x, fakes[result], fakes[x])
-                lost = True
-    if lost:
-        output.args = (type(output.args[0])(results) if isinstance(output.args[0], list | tuple) else results[0],)
-        packed.recompile()
+        for i, x in missing:
+            results[i] = _with_nothing_of(packed.graph, results[i], x, fakes[originals[i]], fakes[x])
+    output.args = (type(output.args[0])(results) if isinstance(output.args[0], list | tuple) else results[0],)
+    packed.recompile()
 
 
 def _can_be_added_to(value: Any) -> bool:

@@ -19,6 +19,8 @@ import copy
 import gc
 import itertools
 import json
+import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -38,8 +40,16 @@ from gemopt.model_zoo.data.schema import Schema
 from gemopt.model_zoo.data.synthetic import Synthetic, SyntheticConfig
 from gemopt.model_zoo.optim import Optimizers
 
-CONTESTANTS = ("eager", "compile", "gemopt")
-NAMES = {"eager": "eager, padded", "compile": "torch.compile, padded", "gemopt": "gemopt"}
+NAMES = {
+    "eager": "eager, padded",
+    "compile": "torch.compile, padded",
+    "compile-graphs": "torch.compile, padded, CUDA graphs",
+    "gemopt": "gemopt",
+    "gemopt-room": "gemopt, row_slack",
+    "gemopt-graphs": "gemopt, row_slack, CUDA graphs",
+}
+CONTESTANTS = tuple(NAMES)
+DEFAULT = ("eager", "compile", "gemopt", "gemopt-room")
 COUNTED = 32  # samples at once when FLOPs are counted: the count runs the padded model
 WARMUP = 3
 
@@ -88,18 +98,29 @@ def random_batch(schema: Schema, size: int, fill: float, generator: torch.Genera
     return out
 
 
+def settings(contestant: str, batch: int) -> dict[str, Any]:
+    """What a contestant adds to `tasks.compiled`."""
+    found: dict[str, Any] = {"mode": "reduce-overhead"} if contestant.endswith("-graphs") else {}
+    if contestant in ("gemopt-room", "gemopt-graphs"):
+        found["recipe"] = {"row_slack": 3 / math.sqrt(batch)}
+    return found
+
+
 class Contestant:
     """The model under one compiler; calling it with i runs the training step on batch i."""
 
     def __init__(self, work: tasks.Workload, mode: str, batches: list[Batch], device: str, precision: str) -> None:
         self.work, self.batches, self.device, self.bf16 = work, batches, torch.device(device), precision == "bf16"
         self.model = copy.deepcopy(work.module).to(device).train()
-        self.compiled = tasks.compiled(self.model, mode, dynamic=False)
+        self.compiled = tasks.compiled(
+            self.model, mode.split("-")[0], dynamic=False, **settings(mode, len(batches[0]["domain"]))
+        )
         self.optimizers = Optimizers(
             self.model, lr=1e-3, table_lr=0.05, weight_decay=0.01, clip=1.0, warmup=10, total=1000
         )  # fmt: skip
         self.losses: list[float] = []
         self.peak = 0.0
+        self.first = 0.0  # seconds of the first step, compilation included
 
     def __call__(self, i: int) -> None:
         cuda = self.device.type == "cuda"
@@ -184,10 +205,12 @@ def measure(
             progress(f"{name}, profile", 0)
             row["breakdown_s"] = _breakdown.of_step(partial(run, 0), device)
     record["largest_loss_difference"] = loss_difference(runs)
-    if "gemopt" in runs:
-        report = runs["gemopt"].compiled.report  # type: ignore[attr-defined]
-        record["rewrites"], record["rejections"] = len(report.rewrites), len(report.rejections)
-        record["steps_packed"], record["steps_padded"] = report.steps_packed, report.steps_padded
+    for name, run in runs.items():
+        if name.startswith("gemopt"):
+            report = run.compiled.report  # type: ignore[attr-defined]
+            counts = {"rewrites": len(report.rewrites), "rejections": len(report.rejections)}
+            record["timing"][name] |= {**counts, "packed": report.steps_packed, "padded": report.steps_padded}
+            record["timing"][name]["first_step_s"] = run.first
     return record
 
 
@@ -206,9 +229,12 @@ def start(
         run = None
         try:
             run = Contestant(work, name, batches, device, precision)
+            begin = time.perf_counter()
             for i in range(WARMUP):
                 progress(f"{name}, warm-up", i)
                 run(i)
+                if i == 0:
+                    run.first = time.perf_counter() - begin
             run.peak = 0.0  # compilation may need more
             runs[name] = run
         except torch.cuda.OutOfMemoryError:
@@ -221,11 +247,9 @@ def start(
 
 
 def loss_difference(runs: dict[str, Contestant]) -> float | None:
-    """Largest difference between gemopt's losses and the others' over the steps."""
-    if "gemopt" not in runs:
-        return None
-    ours = runs["gemopt"].losses
-    return max((abs(a - b) for r in runs.values() for a, b in zip(r.losses, ours, strict=False)), default=None)
+    """Largest difference between a gemopt's losses and any other's over the steps."""
+    pairs = [(a, b) for name, a in runs.items() if name.startswith("gemopt") for b in runs.values()]
+    return max((abs(x - y) for a, b in pairs for x, y in zip(a.losses, b.losses, strict=False)), default=None)
 
 
 def table(records: Sequence[dict[str, Any]]) -> Table:
@@ -270,7 +294,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--fit", action="store_true", help="halve the batch until torch.compile and gemopt fit")
     p.add_argument("--fill", type=float, default=0.5)
     p.add_argument("--precision", choices=("fp32", "bf16"))
-    p.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=CONTESTANTS)
+    p.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=DEFAULT)
     p.add_argument("--steps", type=int, default=7, help="timed steps of each contestant")
     p.add_argument("--profile", action="store_true", help="record and plot where the time goes, by kernel family")
     p.add_argument("--out", type=Path, help="folder for the results instead of bench/results")

@@ -167,6 +167,7 @@ class GemoptBackend:
     def _compile_plan(self, gm: fx.GraphModule, captured: Captured, plan: Any, report: Any) -> Callable[..., Any]:
         prologue = self._compile_prologue(captured, plan)
         adopt(plan.packed, gm)
+        plan.vouches = not _replays(self.inner)
         packed = _for_packed(self.inner, plan)(plan.packed, [*captured.example_inputs, *plan.extra_examples])
         padded = LazyPadded(gm, self.inner, self.dynamic) if _retraceable(gm) else self.inner(gm, captured.real_inputs)
         return Host(prologue, packed, padded, plan, report, size_symbols(captured))
@@ -213,6 +214,13 @@ def _for_packed(inner: Compiler, plan: Any) -> Compiler:
     inner = copy.copy(inner)
     inner.config = {"triton.mix_order_reduction_split_size": split, **inner.config}
     return inner
+
+
+def _replays(inner: Compiler) -> bool:
+    """Whether what `inner` compiles runs as CUDA graphs."""
+    from torch._inductor import config
+
+    return bool(getattr(inner, "config", {}).get("triton.cudagraphs", config.triton.cudagraphs))
 
 
 def _is_empty(captured: Captured) -> bool:

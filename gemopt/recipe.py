@@ -30,6 +30,12 @@ class Recipe:
         min_saving: smallest share of the floating-point operations that packing must save in a step, in [0,
             1). Below it the step runs padded, and below about 17 % it does so anyway: a packed operation is
             taken to cost a fifth more.
+        row_slack: ``None`` packs exactly the rows of each step, whose number is then a symbol to the compiler.
+            A number gives packed tensors a fixed size, that of the first batch and this share more: the
+            packed graph has constant sizes (it compiles sooner, is launched without waiting for the counts,
+            and runs under ``mode="reduce-overhead"``), and a batch with more rows runs padded. Needs
+            ``dynamic=False`` and batches of one size. ``3 / sqrt(batch)`` is ample where lengths are drawn
+            anew for each batch.
         pipeline: name in the entry point group ``gemopt.pipelines``, or a callable
             ``(Captured, Recipe, GraphReport) -> Plan | None``.
         disabled: names of passes to leave out: ``"pointwise_convolutions"``, ``"jagged_inputs"``, ``"unpad"``,
@@ -43,6 +49,7 @@ class Recipe:
     verify: bool = False
     strict: bool = False
     min_saving: float = 0.1
+    row_slack: float | None = None
     pipeline: str | Callable[..., Any] = "default"
     disabled: tuple[str, ...] = ()
 
@@ -60,6 +67,9 @@ class Recipe:
             saving,
             "a number in [0, 1)",
         )
+        slack = self.row_slack
+        number = isinstance(slack, (int, float)) and not isinstance(slack, bool)
+        _check(slack is None or (number and 0 <= slack < float("inf")), "row_slack", slack, "None or a number from 0")  # type: ignore[operator]
         pipeline = self.pipeline
         _check(
             (isinstance(pipeline, str) and pipeline != "") or callable(pipeline),

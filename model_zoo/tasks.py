@@ -164,16 +164,19 @@ def evaluate_model(name: str, module: nn.Module, samples: SampleSet, device: str
 # ---------------------------------------------------------------- shared
 
 
-def compiled(module: nn.Module, mode: str, dynamic: bool | None = None) -> Callable[..., Tensor]:
-    """``module`` as it is, under ``torch.compile``, or under ``gemopt.compile``; parameters are shared."""
+def compiled(module: nn.Module, mode: str, /, dynamic: bool | None = None, **options: Any) -> Callable[..., Tensor]:
+    """``module`` as it is, under ``torch.compile``, or under ``gemopt.compile``; parameters are shared.
+
+    ``options`` are those of either.
+    """
     check_name("mode", mode, MODES)
     if mode == "eager":
         return module
     if mode == "compile":
-        return torch.compile(module, dynamic=dynamic)
+        return torch.compile(module, dynamic=dynamic, **options)
     import gemopt  # only here: the models and their training do not depend on it
 
-    return gemopt.compile(module, dynamic=dynamic)
+    return gemopt.compile(module, dynamic=dynamic, **options)
 
 
 def padding_share(model: str, batch: Batch) -> float:

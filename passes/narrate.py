@@ -116,7 +116,11 @@ def report_plan(report: Any, captured: Captured, layout: Layout, plan: Plan, ver
     """Costs, row sets and one rewrite for every attention and for the region around them."""
     report.set_cost(**cost.totals(captured.gm.graph, layout, captured.is_training_graph), symbols=cost.meanings(layout))
     for s in plan.sets:
-        known = f"; expected to be {plan.expected[s.name]}, known before the device counts" if plan.expected else ""
+        known = ""
+        if plan.capacity:
+            known = f"; room for {plan.capacity[s]}"
+        elif plan.expected:
+            known = f"; expected to be {plan.expected[s.name]}, known before the device counts"
         report.row_set(s.name, f"{s}{known}")
     assumptions = tuple(b.text for b in plan.bits)
     for site in (s for o, s in layout.sites.items() if layout.attended(o)):

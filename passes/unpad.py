@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import FakeTensor
 
 from gemopt.graph.attention import Site
 from gemopt.graph.capture import Captured, regions, trace_copy
@@ -28,9 +29,10 @@ from gemopt.graph.governing import candidate_masks, governing_masks
 from gemopt.graph.gradients import keep_gradients
 from gemopt.graph.layout import Layout
 from gemopt.graph.live import Live
-from gemopt.graph.plan import Plan, impossible
+from gemopt.graph.plan import Plan, Room, impossible
 from gemopt.graph.prologue import UnknownSize
 from gemopt.graph.slots import nodes_in
+from gemopt.graph.spare import obstacle
 from gemopt.graph.terms import Term
 from gemopt.graph.verify import matched_part, verify_plan, verify_site
 from gemopt.passes.jagged import row_totals
@@ -66,17 +68,22 @@ def _planned(captured: Captured, recipe: Any, report: Any) -> Plan | None:
     outputs: dict[fx.Node, Term] = {}
     if recipe.padded_outputs:
         outputs = governing_masks(graph, known, sites, recipe.padded_outputs, captured.output_names)
-    made = draft(captured.gm, captured.fake_mode, known, sites, outputs, min_saving=recipe.min_saving)
+    room, no_room = _room(captured, recipe)
+
+    def drafted() -> Draft:
+        return draft(captured.gm, captured.fake_mode, known, sites, outputs, min_saving=recipe.min_saving, room=room)
+
+    made = drafted()
     if made.plan is not None and known.finite_fills and any(b.some is not None and impossible(b) for b in made.plan.bits):
         known = Analysis(graph, finite_fills=False)  # some softmax has rows that are filled altogether
         sites, misses = find_sites(captured.gm, known)
-        made = draft(captured.gm, captured.fake_mode, known, sites, outputs, min_saving=recipe.min_saving)
+        made = drafted()
     report_misses(report, misses)
     if recipe.verify and made.plan is not None:
         bad = _failing_sites(captured, made, report)
         if bad:
-            kept = [s for s in sites if s not in bad]
-            made = draft(captured.gm, captured.fake_mode, known, kept, outputs, min_saving=recipe.min_saving)
+            sites = [s for s in sites if s not in bad]
+            made = drafted()
     report_sites(report, captured, made.layout)
     report_one_key(report, captured, made.layout, single)
     _report_blind(report, made.live, made.blind)
@@ -88,7 +95,29 @@ def _planned(captured: Captured, recipe: Any, report: Any) -> Plan | None:
     if verified is False:
         return None
     report_plan(report, captured, made.layout, made.plan, verified)
+    _report_room(report, captured, recipe, made.plan, no_room or made.no_room)
     return made.plan
+
+
+def _room(captured: Captured, recipe: Any) -> tuple[Room | None, str]:
+    """What capacities are chosen from, or why there are none."""
+    if recipe.row_slack is None:
+        return None, ""
+    sizes = [n for x in captured.example_inputs for n in (x.shape if isinstance(x, torch.Tensor) else (x,))]
+    if any(isinstance(n, torch.SymInt) for n in sizes):
+        return None, "sizes of the inputs are symbols (dynamic=False makes them numbers)"
+    if any(isinstance(x, FakeTensor) for x in captured.real_inputs):
+        return None, "the inputs have no data to count rows in"
+    return Room([x.detach() if isinstance(x, torch.Tensor) else x for x in captured.real_inputs], recipe.row_slack), ""
+
+
+def _report_room(report: Any, captured: Captured, recipe: Any, plan: Plan, why_not: str) -> None:
+    if recipe.row_slack is None or plan.capacity:
+        return
+    (output,) = [n for n in captured.gm.graph.nodes if n.op == "output"]
+    reason = f"packed sizes change from step to step: {why_not or 'packing would not pay with room for that many rows'}"
+    hint = "" if why_not else "ask for less slack"
+    report.reject("graph", "row_slack", source=source_of(output), reason=reason, hint=hint)
 
 
 def _twin(gm: fx.GraphModule) -> fx.GraphModule:
@@ -106,6 +135,7 @@ class Draft:
     layout: Layout
     plan: Plan | None
     blind: Sequence[Site] = ()  # left alone: a query that is read may see no key
+    no_room: str = ""  # why row sets have no capacity, where the recipe asks for them
 
 
 def find_sites(gm: fx.GraphModule, known: Analysis) -> tuple[list[Site], list[Miss]]:
@@ -122,10 +152,10 @@ def find_sites(gm: fx.GraphModule, known: Analysis) -> tuple[list[Site], list[Mi
 
 def draft(
     gm: fx.GraphModule, fake_mode: Any, known: Analysis, sites: Sequence[Site], outputs: dict[fx.Node, Term],
-    choose: Callable[[Layout], set[fx.Node]] | None = None, min_saving: float = 0.0,
+    choose: Callable[[Layout], set[fx.Node]] | None = None, min_saving: float = 0.0, room: Room | None = None,
 ) -> Draft:  # fmt: skip
     """Analyse, lay out and write one graph. ``outputs``: the rows that are wanted of outputs that may lose some.
-    ``choose`` overrides the cut."""
+    ``choose`` overrides the cut. ``room``: row sets get capacities, if the graph can have spare rows."""
     seeing = list(sites)
 
     def masks() -> Mapping[fx.Node, frozenset[Term]]:
@@ -139,7 +169,8 @@ def draft(
     layout = Layout(live, seeing, choose)
     if not layout.packed:
         return Draft(live, layout, None, blind)
-    emitter = Emitter(gm, layout, regions(gm))
+    why_not = obstacle(layout) if room is not None else ""
+    emitter = Emitter(gm, layout, regions(gm), spare=why_not is None)
     packed = emitter.run()
     pairs = [(s.queries.set, s.keys.set, s.block) for o, s in layout.sides.items() if layout.attended(o)]
     inside = {n for s in seeing for n in s.interior}  # there, `Live.sees_a_key` has settled it
@@ -157,8 +188,9 @@ def draft(
         exists,
         totals,
         emitter.masks,
+        room if why_not is None else None,
     )
-    return Draft(live, layout, plan, blind)
+    return Draft(live, layout, plan, blind, why_not or "")
 
 
 def _refuse_empty_rows(report: Any, sites: Sequence[Site]) -> None:

@@ -42,13 +42,14 @@ _CARRIED_META = ("stack_trace", "nn_module_stack", "recompute", "ac_graph_id", "
 
 
 class Emitter:
-    """Builds the packed graph of a captured graph under a layout."""
+    """Builds the packed graph of a captured graph under a layout; ``spare``: for row sets with a capacity (graph/spare.py)."""
 
-    def __init__(self, gm: fx.GraphModule, layout: Layout, regions: dict[fx.Node, Any]) -> None:
+    def __init__(self, gm: fx.GraphModule, layout: Layout, regions: dict[fx.Node, Any], spare: bool = False) -> None:
         self.gm, self.layout, self.known, self.live = gm, layout, layout.known, layout.live
         self.graph, env = copy_inputs(gm.graph)
         self.sizes = Sizes(self.graph, list(env.values()))
-        self.extras = Extras(self.graph, list(env.values())[-1])
+        self.spare = spare
+        self.extras = Extras(self.graph, list(env.values())[-1], spare)
         self.regions = regions
         self.env: dict[fx.Node, fx.Node] = env  # padded form
         self.phys: dict[fx.Node, fx.Node] = {}  # packed form

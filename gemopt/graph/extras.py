@@ -2,7 +2,7 @@
 
     index(S)       int64 [T]     flat (sequence, position) index of every row, ascending
     axis(S, i)     int64 [T]     its coordinate on row axis i
-    sequence(S)    int64 [T]     its sequence number
+    sequence(S)    int64 [T]     its sequence number (n for spare rows)
     offsets(S)     int64 [n+1]   first row of every sequence
     regular(S)     int64 [n+1]   the same where every position is a row: 0, L, 2 L, …
     blocks(S, w)   int64 [m+1]   first row of every block of w positions of every sequence
@@ -10,6 +10,9 @@
     gather(S, ..)  int64 [U]     number in S of the positions a gather reads, -1 outside S
 
 Each kind that the packed graph asks for becomes a placeholder; `Plan` fills them at run time.
+
+With a capacity, T is the number of rows that fit and the rows after the last one are *spare* (graph/spare.py): as an index
+they are the number of padded rows, which `pack` and `unpack` take for no row.
 """
 
 from __future__ import annotations
@@ -45,10 +48,13 @@ class Extra:
 
 
 class Extras:
-    """The extra placeholders of a graph under construction, in the order they were first asked for."""
+    """The extra placeholders of a graph under construction, in the order they were first asked for.
 
-    def __init__(self, graph: fx.Graph, after: fx.Node) -> None:
-        self._graph, self._after = graph, after
+    ``spare``: the packed tensors may have spare rows, whose coordinates are some row's and whose sequence is none.
+    """
+
+    def __init__(self, graph: fx.Graph, after: fx.Node, spare: bool = False) -> None:
+        self._graph, self._after, self._spare = graph, after, spare
         self.nodes: dict[Extra, fx.Node] = {}
 
     def __getitem__(self, extra: Extra) -> fx.Node:
@@ -66,7 +72,7 @@ class Extras:
         return self[Extra("axis", s, axis=i)]
 
     def sequence(self, s: RowSet) -> fx.Node:
-        return self.axis(s, 0) if len(s.sizes) == 2 else self[Extra("sequence", s)]
+        return self.axis(s, 0) if len(s.sizes) == 2 and not self._spare else self[Extra("sequence", s)]
 
     def offsets(self, s: RowSet) -> fx.Node:
         return self[Extra("offsets", s)]

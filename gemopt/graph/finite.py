@@ -52,7 +52,7 @@ def overflowing(layout: Layout) -> set[fx.Node]:
         behind = {o: unlike[o] for o in layout.operands(node) if o in unlike}
         if not behind:
             continue
-        if _keeps_finite(node, set(behind), layout):
+        if keeps_finite(node, set(behind), layout):
             unlike[node] = set().union(*behind.values())
         else:
             found.update(*behind.values())
@@ -65,8 +65,11 @@ def _filled_as_in_eager(node: fx.Node, layout: Layout) -> bool:
     return fact is not None and t.implies(t.not_(layout.live.need(node)), fact.where)
 
 
-def _keeps_finite(node: fx.Node, unlike: set[fx.Node], layout: Layout) -> bool:
+def keeps_finite(node: fx.Node, unlike: set[fx.Node], layout: Layout) -> bool:
+    """Whether an op makes finite numbers, and finite derivatives, of finite ones in its operands ``unlike``."""
     name = op_name(node)
+    if name in ("aten.layer_norm", "aten.rms_norm"):
+        return argument(node, "eps") is None or argument(node, "eps") > 0
     if name in _FINITE or node in layout.sites or layout.known.info(node).kind in _FINITE_KINDS:
         return True
     if name in ("aten.div", "aten.floor_divide", "aten.remainder", "aten.fmod"):

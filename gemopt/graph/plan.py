@@ -3,7 +3,8 @@
 The prologue's result is ``(stats, *tensors)``: the assumption bits, row counts and query-key pair counts in ``stats``,
 then for every row set
 its mask, and ranks, offsets and gathered row numbers where the packed graph asks for them. Once the host knows the counts
-it fills the extra inputs with a few index operations; nothing else waits for the device.
+it fills the extra inputs with a few index operations; nothing else waits for the device. Row sets with a capacity
+(graph/spare.py) have extra inputs of one size for every step, which needs no counts.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._sympy.functions import FloorDiv
 
 from gemopt.graph import terms as t
@@ -26,6 +28,7 @@ from gemopt.graph.live import Subset
 from gemopt.graph.mutation import has_side_effect
 from gemopt.graph.prologue import Sizes, TermWriter, copy_inputs, copy_leaf, device_of
 from gemopt.graph.rowsets import RowSet
+from gemopt.graph.spare import capacity
 from gemopt.graph.terms import Term
 from gemopt.graph.totals import Total, expected_count
 from gemopt.graph.values import Values
@@ -34,6 +37,14 @@ from gemopt.kernels import memo
 aten = torch.ops.aten
 
 _OFFSETS = ("offsets", "blocks", "regular")
+
+
+@dataclass(frozen=True)
+class Room:
+    """What capacities are chosen from: a first batch, and how many more rows later ones may have, as a share."""
+
+    inputs: Sequence[Any]
+    slack: float
 
 
 @dataclass(frozen=True)
@@ -141,7 +152,11 @@ class Plan:
         last_counts: row counts of the last step by row set name.
         likely_rows: what the row counts are taken for where kernels are chosen.
         fakes: what the nodes of the packed graph give, as fakes, once a pass has asked for it.
-        expected: where the host knows every row count before the device does (graph/totals.py): what each is, in words.
+        expected: where the host knows every row count before the device does (graph/totals.py), or they have capacities:
+            what each is, in words.
+        vouches: whether what kernels work out from the extra inputs is kept for the step (kernels/memo.py). Not under CUDA
+            graphs, which allow no tensors of their memory to outlive a replay.
+        capacity: how many rows the packed tensors of each row set have room for; empty: as many as there are, each step.
     """
 
     def __init__(
@@ -157,8 +172,9 @@ class Plan:
         exists: Sequence[Exists] = (),
         totals: Sequence[Total] = (),
         masks: Sequence[Term] = (),
+        room: Room | None = None,
     ) -> None:
-        """``masks``: predicates that the packed graph computes."""
+        """``masks``: predicates that the packed graph computes. ``room``: give the row sets capacities."""
         used = {n.target for n in packed.graph.nodes if n.op == "placeholder" and n.users}
         for node in list(packed.graph.nodes):
             if node.op == "placeholder" and node in extras.nodes.values() and node.target not in used:
@@ -178,10 +194,16 @@ class Plan:
         self._pairs = [p for p in dict.fromkeys(pairs) if p[0] in self.sets and p[1] in self.sets]
         self.fakes: dict[fx.Node, Any] = {}
         self.likely_rows: list[int] = []
+        self.vouches = True
         self.last_reason = ""
         self.last_counts: dict[str, int] = {}
         self._slots: dict[Any, int] = {}
         self.prologue = self._build_prologue(source, values)
+        self.capacity: dict[RowSet, int] = {}
+        if room is not None:
+            self.capacity = self._capacities(room)
+        if self.capacity and not any(map(has_side_effect, self.packed.graph.nodes)):
+            self.expected = {s.name: f"at most {n}" for s, n in self.capacity.items()}
         self.extra_examples = self._examples(fake_mode)
 
     def _expectations(self, totals: Sequence[Total]) -> dict[RowSet, tuple[sympy.Expr, str]]:
@@ -192,6 +214,16 @@ class Plan:
         return {s: e for s, e in known.items() if e is not None}
 
     # ------------------------------------------------------------ building
+
+    def _capacities(self, room: Room) -> dict[RowSet, int]:
+        """Room for the rows of the first batch and some more; none where packing that many would not pay."""
+        with unset_fake_temporarily(), torch.no_grad():
+            stats, *tensors = self.prologue(*room.inputs)
+            _, counts = self._read(stats.tolist())
+        totals = {s: tensors[self._slots["mask", s]].numel() for s in self.sets}
+        found = {s: capacity(n, totals[s], room.slack) for s, n in counts.items()}
+        by_name = {s.name: n for s, n in found.items()}
+        return found if self._pays(by_name, {s.name: n for s, n in totals.items()}) else {}
 
     def _build_prologue(self, source: fx.GraphModule, values: Values) -> fx.GraphModule:
         graph, env = copy_inputs(source.graph)
@@ -294,7 +326,10 @@ class Plan:
                 elif e.kind == "gather":
                     count = _symint(env, sympy.prod(e.sizes))
                 else:
-                    if s not in counts:
+                    if s in self.capacity:
+                        counts[s] = self.capacity[s]
+                        self.likely_rows.append(counts[s])
+                    elif s not in counts:
                         counts[s] = env.create_unbacked_symint()
                         # No lower bound above 0: 2 would answer what shape functions of torch 2.11 ask, but then its
                         # inductor fused reductions on a GPU that it could not size (not tried since the backend tells it
@@ -315,6 +350,8 @@ class Plan:
         sound, counts = self._read(stats)
         if not sound:
             return None
+        if self.capacity:  # whether it pays was asked when they were chosen
+            return self._fill(self.capacity, tensors)
         totals = {s.name: tensors[self._slots["mask", s]].numel() for s in self.sets}
         if not self._pays(self.last_counts, totals):
             self.last_reason = "packing does not pay at this fill"
@@ -326,6 +363,8 @@ class Plan:
 
         What the packed graph makes of them is right if `confirm` says so afterwards.
         """
+        if self.capacity:
+            return self._fill(self.capacity, tensors, clamped=True)
         counts = {s: int(tensors[self._slots["count", s]]) for s in self._expected}
         if not counts or 0 in counts.values():
             return None
@@ -337,14 +376,16 @@ class Plan:
         return self._fill(counts, tensors, clamped=True)
 
     def confirm(self, stats: Sequence[int], tensors: Sequence[Any]) -> bool:
-        """Whether `expect` was right: every bit holds, and every count is the one expected."""
+        """Whether `expect` was right: every bit holds, and every count is the one expected, or has room."""
         sound, counts = self._read(stats)
+        if self.capacity:
+            return sound
         return sound and all(n == int(tensors[self._slots["count", s]]) for s, n in counts.items())
 
     def fill_if_sound(self, stats: Sequence[int], tensors: Sequence[Tensor]) -> tuple[Tensor, ...] | None:
         """As `admit`, without asking whether it pays."""
         sound, counts = self._read(stats)
-        return self._fill(counts, tensors) if sound else None
+        return self._fill(self.capacity or counts, tensors) if sound else None
 
     def _read(self, stats: Sequence[int]) -> tuple[bool, dict[RowSet, int]]:
         """Check the bits and split off the counts; `last_reason` says what failed."""
@@ -356,30 +397,49 @@ class Plan:
             if not held:
                 self.last_reason = f"assumption failed: {bit.text}"
                 return False, by_set
+        if self.capacity and 0 in by_set.values():
+            self.last_reason = "a row set with room has no rows to fill it with"
+            return False, by_set
+        over = next((s for s, n in self.capacity.items() if by_set[s] > n), None)
+        if over is not None:
+            self.last_reason = f"{by_set[over]} rows where {over}, and there is room for {self.capacity[over]}"
+            return False, by_set
         empty = next((e.set for e in self.extras if e.kind == "gather" and not by_set[e.set]), None)
         if empty is not None:
             self.last_reason = f"rows are gathered where {empty}, and no sequence has one"
             return False, by_set
         return True, by_set
 
-    def _fill(self, counts: dict[RowSet, int], tensors: Sequence[Tensor], clamped: bool = False) -> tuple[Tensor, ...]:
+    def _fill(self, counts: Mapping[RowSet, int], tensors: Sequence[Tensor], clamped: bool = False) -> tuple[Tensor, ...]:
         """The extra inputs. ``clamped``: the counts may be wrong, and nothing may point outside all the same."""
 
         def inside(x: Tensor, last: int, first: int = 0) -> Tensor:
             return x.clamp(first, last) if clamped else x
 
         index: dict[RowSet, Tensor] = {}
+        spare: dict[RowSet, Tensor] = {}  # bool, where a set has a capacity
+        some: dict[RowSet, Tensor] = {}  # the index, the first row's in place of spare rows
         coordinates: dict[RowSet, tuple[Tensor, ...]] = {}
         filled = []
         for s in self.sets:
             mask = tensors[self._slots["mask", s]]
-            index[s] = aten.nonzero_static(mask.reshape(-1), size=counts[s], fill_value=0).squeeze(1)
+            total = mask.numel()
+            index[s] = aten.nonzero_static(mask.reshape(-1), size=counts[s], fill_value=total).squeeze(1)
+            some[s] = index[s]
+            if s in self.capacity:
+                spare[s] = index[s] == total
+                some[s] = torch.where(spare[s], index[s][:1].clamp_max(total - 1), index[s])
+
+        def but_spare(x: Tensor, s: RowSet, number: int) -> Tensor:
+            return x.masked_fill(spare[s], number) if s in spare else x
+
         for e in self.extras:
             if e.kind == "index":
                 filled.append(index[e.set])
             elif e.kind == "repack":
                 assert e.target is not None
-                filled.append(inside(tensors[self._slots["rank", e.set]][index[e.target]], counts[e.set] - 1))
+                rank = inside(tensors[self._slots["rank", e.set]][some[e.target]], counts[e.set] - 1)
+                filled.append(but_spare(rank, e.target, counts[e.set]))
             elif e.kind == "regular":
                 filled.append(tensors[self._slots[e]])
             elif e.kind == "gather":
@@ -388,10 +448,15 @@ class Plan:
                 filled.append(inside(tensors[self._slots[e]], counts[e.set]))
             else:
                 if e.set not in coordinates:
-                    coordinates[e.set] = self._coordinates(index[e.set], e.set, tensors)
-                filled.append(coordinates[e.set][e.axis if e.kind == "axis" else -1])
-        memo.vouch_for(*(x for e, x in zip(self.extras, filled, strict=True) if e.kind in _OFFSETS))
+                    coordinates[e.set] = self._coordinates(some[e.set], e.set, tensors)
+                where = coordinates[e.set][e.axis if e.kind == "axis" else -1]
+                filled.append(where if e.kind == "axis" else but_spare(where, e.set, self._sequences(e.set, tensors)))
+        if self.vouches:
+            memo.vouch_for(*(x for e, x in zip(self.extras, filled, strict=True) if e.kind in _OFFSETS))
         return tuple(filled)
+
+    def _sequences(self, s: RowSet, tensors: Sequence[Tensor]) -> int:
+        return math.prod(tensors[self._slots["mask", s]].shape[:-1])
 
     def _coordinates(self, index: Tensor, s: RowSet, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The row axes' coordinates of every row, then its sequence number."""

@@ -15,7 +15,7 @@ from torch import fx
 from gemopt import ops
 from gemopt.graph import terms as t
 from gemopt.graph.prologue import writable
-from gemopt.graph.rowsets import Rows
+from gemopt.graph.rowsets import Rows, RowSet
 from gemopt.graph.slots import argument, is_tensor, op_name
 from gemopt.graph.units import Unit, kept_dims, kept_units, plain_slots
 
@@ -70,6 +70,8 @@ def _reduction(emitter: Emitter, node: fx.Node) -> fx.Node | None:
     summed = torch.float32 if wide else dtype
     if summed != x.meta["val"].dtype:  # the dtype of the result, where it is another: autocast on CUDA sums in fp32
         tensor = emitter.call(aten._to_copy.default, tensor, dtype=summed)
+    if whole and emitter.spare:
+        tensor = emitter.call(aten.where.ScalarOther, _is_row(emitter, rows.set, len(kept)), tensor, 0.0)
     if whole or inner:
         tensor = emitter.call(aten.sum.dim_IntList, tensor, ([0] if whole else []) + inner)
     units: list[Unit] = []
@@ -87,6 +89,12 @@ def _reduction(emitter: Emitter, node: fx.Node) -> fx.Node | None:
     if wide:
         tensor = emitter.call(aten._to_copy.default, tensor, dtype=dtype)
     return emitter.spread(tensor, units, node)
+
+
+def _is_row(emitter: Emitter, s: RowSet, features: int) -> fx.Node:
+    """Bool `[T, 1, ...]`: False for spare rows."""
+    there = emitter.call(aten.lt.Scalar, emitter.extras.index(s), emitter.sizes[sympy.prod(s.sizes)])
+    return emitter.reshape(there, [-1, *[1] * features])
 
 
 def _result_dim(node: fx.Node, dim: int, reduced: Any) -> int:
@@ -176,6 +184,9 @@ def token_loss(emitter: Emitter, node: fx.Node, rows: Rows) -> fx.Node | None:
     to_label = dict(zip(outer, own, strict=True))
     targets = emitter.rows_of(target, tuple(to_label[s] for s in rows.slots), rows.set)
     targets = emitter.reshape(targets, [-1])
+    if emitter.spare:
+        ignored = argument(node, "ignore_index", -100)
+        targets = emitter.call(aten.where.ScalarOther, _is_row(emitter, rows.set, 0), targets, ignored)
     rest = fx.node.map_arg((node.args[2:], dict(node.kwargs)), emitter.padded)
     logits = emitter.reshape(emitter.rows_of(x, rows.slots, rows.set), [-1, emitter.sizes[info.sizes[slots[1][0]]]])
     return emitter.call(node.target, logits, targets, *rest[0], **rest[1])

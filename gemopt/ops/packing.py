@@ -5,6 +5,10 @@
 
 `index` holds distinct rows in ascending order, so the two are inverse on those rows and each is the other's backward:
 no atomics, deterministic, one read and one write per element. Both are differentiable any number of times.
+
+After its rows an index may name *no row*, as the number of padded rows, any number of times: `pack` repeats its first row
+there (zeros if it has none), nothing is unpacked from it, and its gradient is zeros. So a packed tensor may have more rows
+than there are (graph/spare.py).
 """
 
 import math
@@ -13,17 +17,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gemopt.kernels import rows as kernel
 from gemopt.ops.checks import check, check_index, check_same_device, check_tensor, same_size
 from gemopt.ops.define import op
 
 
-@op("pack", "(Tensor x, Tensor index) -> Tensor")
-def _pack(x: Tensor, index: Tensor) -> Tensor:
-    return x.index_select(0, index)
+@op("pack", "(Tensor x, Tensor index, bool repeat) -> Tensor")
+def _pack(x: Tensor, index: Tensor, repeat: bool) -> Tensor:
+    return kernel.read(x, index, repeat)
 
 
 @_pack.fake
-def _(x: Tensor, index: Tensor) -> Tensor:
+def _(x: Tensor, index: Tensor, repeat: bool) -> Tensor:
     return x.new_empty((index.shape[0], *x.shape[1:]))
 
 
@@ -33,8 +38,7 @@ def _unpack(values: Tensor, index: Tensor, rows: int, fill: float) -> Tensor:
         values.shape[0] == index.shape[0],
         lambda: f"unpack: values has {values.shape[0]} rows but index has {index.shape[0]}",
     )
-    out = values.new_full((rows, *values.shape[1:]), fill)
-    return out.index_copy_(0, index, values)
+    return kernel.write(values, index, rows, fill)
 
 
 @_unpack.fake
@@ -43,14 +47,14 @@ def _(values: Tensor, index: Tensor, rows: int, fill: float) -> Tensor:
 
 
 def _pack_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, index = inputs
+    x, index, _ = inputs
     ctx.save_for_backward(index)
     ctx.rows = x.shape[0]
 
 
-def _pack_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+def _pack_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
     (index,) = ctx.saved_tensors
-    return _unpack(grad, index, ctx.rows, 0.0), None
+    return _unpack(grad, index, ctx.rows, 0.0), None, None
 
 
 def _unpack_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -59,7 +63,7 @@ def _unpack_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _unpack_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
     (index,) = ctx.saved_tensors
-    return _pack(grad, index), None, None, None
+    return _pack(grad, index, False), None, None, None
 
 
 _pack.autograd(_pack_backward, _pack_setup)
@@ -71,7 +75,8 @@ def pack(x: Tensor, index: Tensor) -> Tensor:
 
     Args:
         x: `[N, ...]`, any dtype.
-        index: int64 `[T]`, distinct, ascending, in `[0, N)`.
+        index: int64 `[T]`, distinct, ascending, in `[0, N)`; then N any number of times, for copies of the first row
+            that have no gradient.
     Raises:
         ValueError, TypeError: wrong rank, dtype or device.
     """
@@ -79,7 +84,7 @@ def pack(x: Tensor, index: Tensor) -> Tensor:
     check_index("pack", "index", index, (torch.int64,))
     check(x.dim() >= 1, "pack: x must have at least one dim, got 0-D")
     check_same_device("pack", "index", index, "x", x)
-    return _pack(x, index)
+    return _pack(x, index, True)
 
 
 def unpack(values: Tensor, index: Tensor, rows: int, fill: float = 0.0) -> Tensor:
@@ -87,7 +92,7 @@ def unpack(values: Tensor, index: Tensor, rows: int, fill: float = 0.0) -> Tenso
 
     Args:
         values: `[T, ...]`, any dtype.
-        index: int64 `[T]`, distinct, ascending, in `[0, rows)`.
+        index: int64 `[T]`, distinct, ascending, in `[0, rows)`; then `rows` any number of times, for values to leave out.
         rows: number of rows of the result; may be symbolic.
         fill: value of the other rows; finite unless `values` is floating.
     Raises:

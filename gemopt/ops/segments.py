@@ -3,7 +3,7 @@
     segment_sum(values, offsets, row_to_seq)[b] = sum of values[offsets[b] : offsets[b + 1]]
 
 Accumulates half types in fp32, is deterministic, gives 0 for an empty sequence; the backward copies each sequence's
-gradient to its rows, which is `pack` without distinctness: out[t] = grad[row_to_seq[t]].
+gradient to its rows, which is `pack` without distinctness: out[t] = grad[row_to_seq[t]], and zeros where that is B.
 """
 
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gemopt.kernels import rows
 from gemopt.kernels import segments as kernel
 from gemopt.ops.checks import check, check_index, check_same_device, check_tensor, same_size
 from gemopt.ops.define import op
@@ -32,7 +33,7 @@ def _(values: Tensor, offsets: Tensor, row_to_seq: Tensor) -> Tensor:
 
 @op("segment_spread", "(Tensor grad, Tensor offsets, Tensor row_to_seq) -> Tensor")
 def _segment_spread(grad: Tensor, offsets: Tensor, row_to_seq: Tensor) -> Tensor:
-    return grad.index_select(0, row_to_seq)
+    return rows.read(grad, row_to_seq)
 
 
 @_segment_spread.fake
@@ -61,8 +62,9 @@ def segment_sum(values: Tensor, offsets: Tensor, row_to_seq: Tensor) -> Tensor:
 
     Args:
         values: `[T, ...]`, floating.
-        offsets: int32 or int64 `[B + 1]`, from 0, not decreasing, ending at T.
-        row_to_seq: int64 `[T]`, the sequence of every row: `repeat_interleave(arange(B), diff(offsets))`.
+        offsets: int32 or int64 `[B + 1]`, from 0, not decreasing, ending at T or before.
+        row_to_seq: int64 `[T]`, the sequence of every row: `repeat_interleave(arange(B), diff(offsets))`, and B for the rows
+            after the last offset, which count for nothing and have a gradient of zeros.
     Raises:
         ValueError, TypeError: wrong rank, size, dtype or device.
     """

@@ -25,11 +25,12 @@ from gemopt.report import Report
 class Interpreted:
     """Runs ``model(**kwargs)`` packed wherever the plan's assumptions hold, and as it is elsewhere.
 
-    Traced at the first call. ``report`` is filled as ``gemopt.compile`` would.
+    Traced at the first call; with ``static`` for the sizes of that call only, and anew for others. ``report`` is filled as
+    ``gemopt.compile`` would.
     """
 
-    def __init__(self, model: nn.Module, pipeline: Any, recipe: Recipe) -> None:
-        self.model, self.pipeline, self.recipe = model, pipeline, recipe
+    def __init__(self, model: nn.Module, pipeline: Any, recipe: Recipe, static: bool = False) -> None:
+        self.model, self.pipeline, self.recipe, self.static = model, pipeline, recipe, static
         self.report = Report(type(model).__name__)
         self.captured: Captured | None = None
         self.plan: Any = None
@@ -54,6 +55,9 @@ class Interpreted:
     def _fits(self, leaves: list[Any]) -> bool:
         """Whether the sizes satisfy what the trace assumed of them; Dynamo would compile again where they do not."""
         assert self.captured is not None
+        if self.static:
+            known = self.captured.example_inputs
+            return all(list(x.shape) == list(y.shape) for x, y in zip(known, leaves, strict=True) if isinstance(x, Tensor))
         env = self.captured.fake_mode.shape_env
         return bool(
             env is not None and env.evaluate_guards_for_args(self.captured.example_inputs, leaves, ignore_static=False)
@@ -61,7 +65,7 @@ class Interpreted:
 
     def _trace(self, leaves: list[Any], spec: pytree.TreeSpec) -> None:
         mode = FakeTensorMode(shape_env=ShapeEnv(duck_shape=False), static_shapes=False)
-        fakes = [_fake(x, mode, ConstantSource(f"leaf{i}")) for i, x in enumerate(leaves)]
+        fakes = [_fake(x, mode, ConstantSource(f"leaf{i}"), self.static) for i, x in enumerate(leaves)]
 
         def function(*flat: Any) -> list[Any]:
             state, kwargs = pytree.tree_unflatten(list(flat), spec)
@@ -89,10 +93,10 @@ class Interpreted:
         return self.captured.gm.graph if self.captured is not None else None
 
 
-def _fake(x: Any, mode: FakeTensorMode, source: ConstantSource) -> Any:
+def _fake(x: Any, mode: FakeTensorMode, source: ConstantSource, static: bool) -> Any:
     if not isinstance(x, Tensor):
         return x
-    dynamic = not isinstance(x, nn.Parameter) and x.dim() > 0
+    dynamic = not static and not isinstance(x, nn.Parameter) and x.dim() > 0
     sizes = [DimDynamic.DYNAMIC if dynamic and n > 1 else DimDynamic.STATIC for n in x.shape]
     return mode.from_tensor(x, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes), source=source)
 

@@ -9,7 +9,7 @@ import traceback
 import unittest.mock
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from gemopt.testing.runs import Objective, Observed, State
 _DRAWS = 12
 _MOST_DRAWS = 48
 _LESS_EXACT = 3.0
+_ROOM = 1e9  # slack with which every row set has room for all padded rows
 _FLIPS = 0.125  # share of the draws that a flipped step may put over their bounds
 Errors = list[tuple[float, float]]  # RMS error and bound of one tensor, an entry for each draw
 CASES = ("given", "zeros", "ones", "full", "other", "holes")
@@ -60,6 +61,14 @@ def unchecked_pipeline(captured: Any, recipe: Any, report: Any) -> Any:
 
     with unittest.mock.patch.object(unpad, "check_outputs", lambda *args: None):
         return forced_pipeline(captured, recipe, report)
+
+
+def roomy_pipeline(captured: Any, recipe: Any, report: Any) -> Any:
+    """As `unchecked_pipeline`, with capacities whether they pay or not."""
+    from gemopt.passes import unpad
+
+    with unittest.mock.patch.object(unpad, "_cost_rule", lambda *args: lambda counts, totals: True):
+        return unchecked_pipeline(captured, recipe, report)
 
 
 @dataclass
@@ -101,7 +110,8 @@ def run(
 
     Args:
         program: what to run.
-        inner: ``"interpreter"`` traces and interprets without Dynamo; ``"eager"``, ``"aot_eager"`` and ``"inductor"`` are
+        inner: ``"interpreter"`` traces and interprets without Dynamo; ``"spare"`` does so with constant sizes, packed tensors
+            having room for every padded row (`Recipe.row_slack`); ``"eager"``, ``"aot_eager"`` and ``"inductor"`` are
             those of ``gemopt.compile``.
         cases: names of `CASES`; those that the program's mask rules out are left out.
         seed: of parameters, batches and cotangents.
@@ -195,11 +205,13 @@ def _compare(program: Program, inner: str, cases: tuple[str, ...], seed: int) ->
 
     model, make = program.build(seed)
     recipe = gemopt.Recipe(min_saving=0.0, strict=True, pipeline=forced_pipeline)
-    compiled: Any = (
-        Interpreted(model, unchecked_pipeline, recipe)
-        if inner == "interpreter"
-        else gemopt.compile(model, recipe=recipe, inner=inner)
-    )
+    compiled: Any
+    if inner == "interpreter":
+        compiled = Interpreted(model, unchecked_pipeline, recipe)
+    elif inner == "spare":
+        compiled = Interpreted(model, roomy_pipeline, replace(recipe, row_slack=_ROOM), static=True)
+    else:
+        compiled = gemopt.compile(model, recipe=recipe, inner=inner)
     checker = _Checker(model, compiled, State([model]), None, seed, program.autocast, Tolerance())
     results: list[CaseResult] = []
     try:
@@ -207,7 +219,7 @@ def _compare(program: Program, inner: str, cases: tuple[str, ...], seed: int) ->
             checker.undefined = lengths == 0 if program.undefined_empty else None
             results.append(checker.check(name, batch))
     finally:
-        if inner != "interpreter":
+        if inner not in ("interpreter", "spare"):
             torch._dynamo.reset()
     return results, compiled.report
 

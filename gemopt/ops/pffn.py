@@ -168,15 +168,14 @@ def pffn(
 ) -> Tensor:
     """RMSNorm(gdpa(ln, k, v) + ln) + q with ln = LayerNorm(q), `[Tq, H, D]`; norms over all heads.
 
-    Of one dtype, or as autocast has it: ln, gdpa's residual, its sum with it and the result in fp32, gdpa alone, on a rounded
-    copy of ln, in bf16 or fp16.
+    Of one dtype, or as autocast has it: norms, sums and the result in fp32, gdpa alone, on a rounded copy of ln, in 16 bits.
 
     Args:
         q: `[Tq, H, D]`; k, v: `[Tk, Hkv, D]`; all of one dtype, or k and v in bf16 or fp16 and q in fp32.
         eps: added to the variance of LayerNorm.
         rms_eps: added to the mean square of RMSNorm; None is the machine epsilon of fp32, of fp64 for fp64.
-        ln_weight, ln_bias, rms_weight: elementwise weights of the norms, each `[H·D]` or `[H, D]` in a dtype of q, k and v, or
-            in fp32 beside 16 bits. Their gradients are summed over rows in fp32 (fp64 for fp64), in a fixed order.
+        ln_weight, ln_bias, rms_weight: elementwise weights of the norms, each `[H·D]` or `[H, D]`, in the dtype of q or k,
+            or in fp32 beside 16 bits. Their gradients are summed over rows in fp32 (fp64 for fp64), in a fixed order.
         dtype: of ln and the result; None is that of q. fp32 beside q, k and v in bf16 or fp16 is the mixed form.
         the rest: as in `gemopt.ops.gdpa`.
     Raises:

@@ -8,7 +8,6 @@ from torch.nn.functional import layer_norm, pad, rms_norm
 
 from gemopt.ops import pffn, reference
 
-
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
 
@@ -141,13 +140,13 @@ def test_bad_arguments() -> None:
     with pytest.raises(ValueError, match="head_dim of q"):
         pffn(q, q, torch.zeros(3, 1, 4), o, o, 3, 3)
     low = q.bfloat16()
-    with pytest.raises(ValueError, match="v is torch.float32 but k is torch.bfloat16"):
+    with pytest.raises(ValueError, match=r"v is torch.float32 but k is torch.bfloat16"):
         pffn(q, low, q, o, o, 3, 3)
-    with pytest.raises(ValueError, match="k is torch.bfloat16 but q is torch.float64"):
+    with pytest.raises(ValueError, match=r"k is torch.bfloat16 but q is torch.float64"):
         pffn(q.double(), low, low, o, o, 3, 3)
-    with pytest.raises(ValueError, match="k is torch.float16 but q is torch.bfloat16"):
+    with pytest.raises(ValueError, match=r"k is torch.float16 but q is torch.bfloat16"):
         pffn(low, q.half(), q.half(), o, o, 3, 3, dtype=FP32)
-    with pytest.raises(ValueError, match="dtype must be None, torch.float32 where q is torch.float32, got torch.bfloat16"):
+    with pytest.raises(ValueError, match=r"dtype must be None, torch.float32 where q is torch.float32, got torch.bfloat16"):
         pffn(q, low, low, o, o, 3, 3, dtype=BF16)
-    with pytest.raises(ValueError, match="ln_bias must be torch.float32 or torch.bfloat16 on cpu beside this q and k"):
+    with pytest.raises(ValueError, match=r"ln_bias must be torch.float32 or torch.bfloat16 on cpu beside this q and k"):
         pffn(q, low, low, o, o, 3, 3, ln_bias=torch.zeros(8).half())

@@ -59,7 +59,7 @@ def mixed_rms_forward(
     N: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0) * ROWS
-    n, g, q, rstd = _normed(
+    _n, g, q, _rstd = _normed(
         a_ptr, q_ptr, stats_ptr, weight_ptr, bias_ptr, first, rows, WEIGHT, BIAS, N, BLOCK_N, ROWS
     )  # fmt: skip
     out = g / tl.sqrt(tl.sum(g * g, 1) / N + eps)[:, None]
@@ -77,7 +77,7 @@ def mixed_rms_backward(
 ):  # fmt: skip
     """da = dg, rounded; rms_stats fp32 `[2, T]`: r and c, of which `mixed_layer_norm_backward` makes dg anew."""
     first = tl.program_id(0) * ROWS
-    n, g, q, rstd = _normed(
+    _n, g, _q, _rstd = _normed(
         a_ptr, q_ptr, stats_ptr, weight_ptr, bias_ptr, first, rows, WEIGHT, BIAS, N, BLOCK_N, ROWS
     )  # fmt: skip
     at, mask = _rows(dout_ptr, first, rows, N, BLOCK_N, ROWS)
@@ -101,7 +101,7 @@ def mixed_layer_norm_backward(
     N: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0) * ROWS
-    n, g, q, rstd = _normed(
+    n, g, _q, rstd = _normed(
         a_ptr, q_ptr, stats_ptr, weight_ptr, bias_ptr, first, rows, WEIGHT, BIAS, N, BLOCK_N, ROWS
     )  # fmt: skip
     row = first + tl.arange(0, ROWS)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import gemopt
 from tests.hostile.common import sweep
@@ -37,6 +38,22 @@ def as_on_cuda() -> Iterator[None]:
         assert F.layer_norm(torch.ones(2, 2, dtype=BF16), [2]).dtype == torch.float32
     yield
     library._destroy()
+
+
+def test_the_list_is_cudas() -> None:
+    """As far as torch can say without a GPU: by fake tensors."""
+    enabled, dtype = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+    torch.set_autocast_enabled("cuda", True)
+    torch.set_autocast_dtype("cuda", BF16)
+    try:
+        with FakeTensorMode():
+            x = torch.empty(2, 4, device="cuda", dtype=BF16)
+            made = [F.layer_norm(x, [4]), F.rms_norm(x, [4]), x.pow(2), x.rsqrt()]
+            assert [y.dtype for y in made] == [torch.float32] * 4
+            assert (x @ x.mT).dtype == F.gelu(x).dtype == BF16
+    finally:
+        torch.set_autocast_enabled("cuda", enabled)
+        torch.set_autocast_dtype("cuda", dtype)
 
 
 def _in_fp32(op: Any) -> Any:
@@ -68,8 +85,9 @@ class Model(plain.Model):
 
 
 def check(
-    stream: str = "fp32", blocks: int = 1, compiler: str = "eager", verify: bool = False, casts: bool = False, **parts: Any
-) -> Any:
+    stream: str = "fp32", blocks: int = 1, compiler: str = "eager", verify: bool = False, casts: bool = False,
+    device: str = "cpu", **parts: Any,
+) -> Any:  # fmt: skip
     """Compare with eager in fp64 under the bounds of eager's autocast, forward and backward, and return the report.
 
     casts: the parts have some, which are left out in fp64.
@@ -79,8 +97,9 @@ def check(
     twin = Model(stream, blocks) if casts else copy.deepcopy(model)
     exact = step(twin.double(), args[0], args[1].double())
     fast = gemopt.compile(model, recipe=gemopt.Recipe(inner=compiler, min_saving=0.0, strict=True, verify=verify))
-    with torch.autocast("cpu", BF16):
-        got, eager = step(fast, *args), step(model, *args)
+    model, args = model.to(device), tuple(x.to(device) for x in args)  # the same parameters for `fast`
+    with torch.autocast(device, BF16):
+        got, eager = ([x.cpu() for x in step(f, *args)] for f in (fast, model))
     for x, low, want in zip(got, eager, exact, strict=True):
         error, bound = (x - want).norm(), 2 * (low - want).norm() + 4 * torch.finfo(torch.float32).eps * want.norm()
         assert error <= bound, f"{error:.3g} exceeds {bound:.3g}"
@@ -140,6 +159,12 @@ def test_under_the_cpus_autocast() -> None:
 def test_under_cudas_autocast() -> None:
     """The first block reads bf16, and fp32 is what it gives the second."""
     assert mixed(check("low", blocks=2, compiler="aot_eager")) == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stream", ["fp32", "low"])
+def test_on_a_gpu(stream: str) -> None:
+    assert mixed(check(stream, blocks=2, compiler="aot_eager", device="cuda")) == 2
 
 
 @pytest.mark.usefixtures("as_on_cuda")

@@ -74,6 +74,7 @@ def grid() -> dict[str, Cell]:
         "block": Cell(("U", 2048), block=64),
         "hstu": Cell(2048, act="silu", causal=True, batch=256),
         "pffn-block": Cell(2048, 128, act="gelu", op="pffn"),
+        "pffn-block-mixed": Cell(2048, 128, act="gelu", op="pffn-mixed", batch=576),
     }
     narrow = {"gdpa-jagged", "gdpa-short", "gdpa-pffn", "softmax-jagged", "block", "pma"}
     for name in sorted(narrow):
@@ -131,8 +132,8 @@ def pairs(cell: Cell, data: Data) -> int:
 
 
 def ours(cell: Cell, data: Data) -> dict[str, dict[str, Run]]:
-    if cell.op == "pffn":
-        return _pffn(data)
+    if cell.op != "attention":
+        return _pffn(data, mixed=cell.op == "pffn-mixed")
     forward, backward = attention_kernels(data.q)
     out, lse = forward(data.q, data.k, data.v, data.spec)
 
@@ -154,11 +155,11 @@ def ours(cell: Cell, data: Data) -> dict[str, dict[str, Run]]:
     return found
 
 
-def _pffn(data: Data) -> dict[str, dict[str, Run]]:
-    """The fused block against the same kernels composed with torch's norms."""
-    spec = data.spec
-    q, k, v = (x.clone().requires_grad_() for x in (data.q, data.k, data.v))
-    width = list(q.shape[1:])
+def _pffn(data: Data, mixed: bool) -> dict[str, dict[str, Run]]:
+    """The fused block against the same kernels composed with torch's norms. mixed: as autocast has it, q in fp32."""
+    spec, stream = data.spec, torch.float32 if mixed else data.q.dtype
+    q, k, v = (x.clone().requires_grad_() for x in (data.q.to(stream), data.k, data.v))
+    width, dout = list(q.shape[1:]), data.dout.to(stream)
     offsets = (spec.q_offsets, spec.k_offsets, spec.max_q, spec.max_k)
 
     def fused() -> Tensor:
@@ -168,7 +169,7 @@ def _pffn(data: Data) -> dict[str, dict[str, Run]]:
         from gemopt.ops import gdpa
 
         ln = torch.nn.functional.layer_norm(q, width)
-        g = gdpa(ln, k, v, *offsets, activation="gelu", scale=SCALE) + ln
+        g = gdpa(ln.to(k.dtype), k, v, *offsets, activation="gelu", scale=SCALE) + ln
         return torch.nn.functional.rms_norm(g, width, eps=1e-5) + q
 
     compiled = torch.compile(unfused)
@@ -177,7 +178,7 @@ def _pffn(data: Data) -> dict[str, dict[str, Run]]:
         out = function()
         found[name] = {
             "forward": function,
-            "backward": lambda out=out: torch.autograd.grad(out, (q, k, v), data.dout, retain_graph=True),
+            "backward": lambda out=out: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True),
         }
     return found
 
@@ -185,7 +186,7 @@ def _pffn(data: Data) -> dict[str, dict[str, Run]]:
 def flash(cell: Cell, data: Data) -> dict[str, dict[str, Run]]:
     """torch's varlen attention (FlashAttention 2). Always softmax: for gdpa cells it computes something else."""
     q, k, v, spec = data.q, data.k, data.v, data.spec
-    if cell.op == "pffn":
+    if cell.op != "attention":
         return {}
     if cell.block:
         spec = spec.split_blocks(q.shape[0])
@@ -395,7 +396,7 @@ def run_cell(name: str, cell: Cell, peers: list[Any], milliseconds: float, round
         copy_rate = 2 * 2**30 / middle.pop(COPY) / 1e9
         rate = {who: factor * flops / ms / 1e9 for who, ms in middle.items()}
         rate[CUBLAS] = 2 * 8192**3 / middle[CUBLAS] / 1e9
-        queries, keys = data.q.numel() * 2, data.k.numel() * 2
+        queries, keys = data.q.numel() * (4 if cell.op == "pffn-mixed" else 2), data.k.numel() * 2
         bytes_ = (2 * queries + 2 * keys) if direction == "forward" else (3 * queries + 4 * keys)
         for who, ms in middle.items():
             speed = f"{ms:9.3f} ms {rate[who]:7.1f} TFLOP/s {rate[who] / rate[CUBLAS]:5.2f} of cuBLAS"

@@ -6,10 +6,14 @@ It runs on a graph that the unpad pass has written, where an attention is one ca
 block is read backwards from its last addition. Legal because
 
 - both norms run over all features of a row (`normalized_shape` has H·D elements) and nothing else happens to a row between
-  its parts: reshapes that keep the row axis in front keep a row's features in their order;
+  its parts: reshapes that keep the row axis in front keep a row's features in their order, casts to a wider dtype their
+  values;
 - q, the residual and what LayerNorm reads are the same tensor, and so are gdpa's queries and what is added to its result;
 - nothing else reads ln, g or the tensors between: they are gone from the rewritten graph;
-- all of it lies in one region of autocast and grad mode, in one dtype, and is recomputed together or not at all.
+- all of it lies in one region of autocast and grad mode, and is recomputed together or not at all;
+- norms and sums have one dtype. The attention has it too, or is what autocast makes of it: 16 bits beside norms in fp32, ln
+  being rounded for its queries and for nothing else. q is in fp32 or in the 16 bits then (a CUDA autocast runs norms in fp32
+  whatever they read, a CPU autocast in the dtype of what they read).
 
 An RMSNorm is `aten.rms_norm`, or x / sqrt(mean x² + eps) written out; either norm may have elementwise weights.
 """
@@ -17,7 +21,7 @@ An RMSNorm is `aten.rms_norm`, or x / sqrt(mean x² + eps) written out; either n
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,6 +39,9 @@ from gemopt.passes.unpad import fakes_of
 aten = torch.ops.aten
 
 _RESHAPES = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
+_CASTS = (aten._to_copy.default, aten.to.dtype)
+_LOW = (torch.bfloat16, torch.float16)
+Values = Mapping[fx.Node, Any]  # what every node gives, as fakes
 _PLAIN_GDPA = {"activation", "scale", "post_scale"}
 
 
@@ -60,14 +67,22 @@ class Block:
 
     out: fx.Node
     gdpa: fx.Node
+    inner: fx.Node  # g, the sum of attention and ln
     layer_norm: Norm
     rms_norm: Norm
     interior: tuple[fx.Node, ...]
 
     @property
-    def q(self) -> fx.Node:
+    def ln(self) -> fx.Node:
+        return self.layer_norm.interior[0]
+
+    def q(self, values: Values) -> fx.Node:
         """What LayerNorm reads and the last addition adds. Read anew: the block before may have been rewritten."""
-        return _through_reshapes(self.layer_norm.interior[0].args[0])[0]
+        read: fx.Node = self.ln.args[0]  # type: ignore[assignment]
+        root = _through(read, values)[0]
+        if _mixed(self, values) and values[root].dtype in (values[self.gdpa].dtype, values[self.ln].dtype):
+            return root  # type: ignore[no-any-return]
+        return _behind_reshapes(read)
 
     @property
     def weights(self) -> dict[str, fx.Node | None]:
@@ -85,10 +100,19 @@ class Near:
     hint: str = ""
 
 
+_AFTER = (
+    "pffn: one op, norms and residuals in its kernels",
+    "pffn: one op, norms and residuals in fp32, the attention in 16 bits",
+)
+
+
 def fuse_norms(captured: Captured, plan: Plan, recipe: Any, report: Any) -> bool:
     """Rewrite every block of the packed graph, in place. Returns whether there was one."""
     gm = plan.packed
-    found = list(blocks(gm))
+    if not gm.graph.find_nodes(op="call_function", target=ops.gdpa):
+        return False
+    values = fakes_of(captured, plan)
+    found = list(blocks(gm, values))
     for near in (b for b in found if isinstance(b, Near)):
         _reject(report, near)
     whole = [b for b in found if isinstance(b, Block)]
@@ -96,13 +120,14 @@ def fuse_norms(captured: Captured, plan: Plan, recipe: Any, report: Any) -> bool
         return False
     before = fx.Graph()
     before.output(before.graph_copy(gm.graph, {}))
-    values = fakes_of(captured, plan)
-    fused = []
+    fused: list[Block] = []
+    mixed: list[Block] = []
     for block in whole:
         reason = _shape_reason(block, values)
         if reason:
             _reject(report, Near(block.out, reason))
         else:
+            mixed += [block] * _mixed(block, values)
             rewrite(gm, block, values)
             fused.append(block)
     gm.graph.lint()
@@ -116,7 +141,7 @@ def fuse_norms(captured: Captured, plan: Plan, recipe: Any, report: Any) -> bool
     for block in fused:
         report.rewrite(
             site=block.out.name, rule="norm fusion", kernel="pffn", source=source_of(block.out),
-            before="layer_norm, gdpa, add, rms_norm, add", after="pffn: one op, norms and residuals in its kernels",
+            before="layer_norm, gdpa, add, rms_norm, add", after=_AFTER[block in mixed],
             exactness="rounding", reason="nothing else reads the tensors between", verified=verified,
         )  # fmt: skip
     return bool(fused)
@@ -133,9 +158,10 @@ def _verified(captured: Captured, plan: Plan) -> bool | None:
     return None if not compared else not mismatches
 
 
-def _shape_reason(block: Block, values: dict[fx.Node, Any]) -> str | None:
+def _shape_reason(block: Block, values: Values) -> str | None:
     """Why widths, dtypes or the row axis do not fit; None if they do."""
-    queries, q, out = (values[n] for n in (block.gdpa.args[0], block.q, block.out))  # type: ignore[index]
+    source = block.q(values)
+    queries, q, out = (values[n] for n in (block.gdpa.args[0], source, block.out))  # type: ignore[index]
     _, heads, head_dim = queries.shape
     if not all(isinstance(n, int) for x in (queries, q, out) for n in x.shape[1:]):
         return "the number of features of a row is not known"
@@ -150,48 +176,73 @@ def _shape_reason(block: Block, values: dict[fx.Node, Any]) -> str | None:
                 return f"{name} is multiplied by something that is not a weight for each of its features"
         if width != heads * head_dim:
             return f"{name} runs over {width} features, the attention has {heads} heads of {head_dim}"
-    if any(math.prod(values[n].shape[1:]) != heads * head_dim for n in (block.q, block.out)):
+    if any(math.prod(values[n].shape[1:]) != heads * head_dim for n in (source, block.out)):
         return "the residual has leading axes besides the rows"
     if values[block.gdpa.args[2]].shape[2] != head_dim:  # type: ignore[index]
         return "the values have another head_dim than the queries"
-    weights = [w for w in block.weights.values() if w is not None]
-    dtypes = {values[n].dtype for n in (block.q, block.out, *block.gdpa.args[:3], *weights)}  # type: ignore[index]
-    if len(dtypes) > 1 or out.dtype != q.dtype:
-        return f"the block mixes dtypes: {', '.join(sorted(map(str, dtypes)))}"
-    return None
+    return _dtype_reason(block, values)
+
+
+def _dtype_reason(block: Block, values: Values) -> str | None:
+    """Why dtypes do not fit; None if they do. Casts inside the block are exact, or round ln for the queries: `_through`."""
+    norm, low = values[block.ln].dtype, values[block.gdpa].dtype
+    attention = {values[n].dtype for n in (block.gdpa, *block.gdpa.args[:3])}  # type: ignore[index, misc]
+    sums = {values[n].dtype for n in (block.ln, block.inner, *block.rms_norm.interior, block.out)}
+    weights = {values[n].dtype for n in block.weights.values() if n is not None}
+    source = values[block.q(values)].dtype
+    fits = low == norm or _mixed(block, values)
+    if fits and attention == {low} and sums == {norm} and source in {norm, low} and weights <= {norm, low, *_beside(low)}:
+        return None
+    found = attention | sums | weights | {source}
+    return f"the block mixes dtypes: {', '.join(sorted(map(str, found)))}"
+
+
+def _mixed(block: Block, values: Values) -> bool:
+    """Whether the attention has 16 bits beside norms in fp32."""
+    return values[block.ln].dtype == torch.float32 and values[block.gdpa].dtype in _LOW
+
+
+def _beside(low: torch.dtype) -> tuple[torch.dtype, ...]:
+    """Dtypes that weights of norms may have besides that of the block."""
+    return (torch.float32,) if low in _LOW else ()
 
 
 # ---------------------------------------------------------------- matching
 
 
-def blocks(gm: fx.GraphModule) -> Iterator[Block | Near]:
+def blocks(gm: fx.GraphModule, values: Values) -> Iterator[Block | Near]:
     """Every block, and what looks like one up to its last condition."""
     region = regions(gm)
     for node in gm.graph.nodes:
         if node.op == "call_function" and node.target is ops.gdpa:
-            found = _from_attention(node)
+            found = _from_attention(node, values)
             if isinstance(found, Block):
                 found = _whole(found, region)
             if found is not None:
                 yield found
 
 
-def _from_attention(gdpa: fx.Node) -> Block | Near | None:
+def _from_attention(gdpa: fx.Node, values: Values) -> Block | Near | None:
     """Follow a gdpa to the end of its block; None where what surrounds it is no PFFN."""
-    layer, steps = _through_reshapes(gdpa.args[0])
-    first = _layer_norm(layer)
+    layer, steps = _through(gdpa.args[0], values)
+    if isinstance(layer, fx.Node) and layer.target in _CASTS:  # the one cast that may round
+        if values[layer].dtype != values[gdpa].dtype or values[layer].device != values[gdpa].device:
+            return None
+        before, more = _through(layer.args[0], values)
+        layer, steps = before, [*more, layer, *steps]
+    first = _layer_norm(layer, values)
     if first is None:
         return None
     steps.append(gdpa)
-    inner = _sum_with(gdpa, layer, steps)
-    second = None if inner is None else _rms_norm(inner, steps)
-    if second is None:
+    inner = _sum_with(gdpa, layer, steps, values)
+    second = None if inner is None else _rms_norm(inner, steps, values)
+    if inner is None or second is None:
         return None
-    out = _sum_with(second.interior[-1], first.x, steps)
+    out = _sum_with(second.interior[-1], first.x, steps, values)
     if out is None:
         return None
     near = _refusal(gdpa, out, first, second)
-    return near or Block(out, gdpa, first, second, (layer, *steps))
+    return near or Block(out, gdpa, inner, first, second, (layer, *steps))
 
 
 def _refusal(gdpa: fx.Node, out: fx.Node, first: Norm, second: Norm) -> Near | None:
@@ -218,32 +269,47 @@ def _whole(block: Block, region: dict[fx.Node, Any]) -> Block | Near:
     return block
 
 
-def _through_reshapes(node: Any) -> tuple[Any, list[fx.Node]]:
-    """The tensor that ``node`` is a view of, and the reshapes between, first to last."""
+def _through(node: Any, values: Values) -> tuple[Any, list[fx.Node]]:
+    """The tensor whose values ``node`` has in their order, and the reshapes and exact casts between, first to last."""
     passed: list[fx.Node] = []
-    while isinstance(node, fx.Node) and node.target in _RESHAPES:
+    while isinstance(node, fx.Node) and (node.target in _RESHAPES or _is_exact_cast(node, values)):
         passed.insert(0, node)
         node = node.args[0]
     return node, passed
 
 
-def _reader(node: fx.Node, steps: list[fx.Node]) -> fx.Node | None:
-    """The one reader of ``node`` behind its reshapes, which join ``steps``; None if there are several."""
+def _behind_reshapes(node: fx.Node) -> fx.Node:
+    while node.target in _RESHAPES:
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def _is_exact_cast(node: fx.Node, values: Values) -> bool:
+    """Whether a node changes no more than the dtype, to one that holds all values of the old one."""
+    if node.target not in _CASTS:
+        return False
+    before, after = values[node.args[0]], values[node]  # type: ignore[index]
+    floating = before.dtype.is_floating_point and before.device == after.device
+    return floating and torch.promote_types(before.dtype, after.dtype) == after.dtype
+
+
+def _reader(node: fx.Node, steps: list[fx.Node], values: Values) -> fx.Node | None:
+    """The one reader of ``node`` behind its reshapes and exact casts, which join ``steps``; None if there are several."""
     while len(node.users) == 1:
         (user,) = node.users
-        if user.target not in _RESHAPES:
+        if user.target not in _RESHAPES and not _is_exact_cast(user, values):
             return user
         steps.append(user)
         node = user
     return None
 
 
-def _sum_with(node: fx.Node, other: fx.Node, steps: list[fx.Node]) -> fx.Node | None:
-    """The addition of ``other`` that reads ``node``, either of them perhaps reshaped; it and the reshapes join ``steps``."""
-    reader = _reader(node, steps)
+def _sum_with(node: fx.Node, other: fx.Node, steps: list[fx.Node], values: Values) -> fx.Node | None:
+    """The addition of ``other`` that reads ``node``, perhaps reshaped or widened; it and what is between join ``steps``."""
+    reader = _reader(node, steps, values)
     if reader is None or reader.target is not aten.add.Tensor or argument(reader, "alpha") != 1:
         return None
-    tails = [_through_reshapes(a) for a in reader.args[:2]]
+    tails = [_through(a, values) for a in reader.args[:2]]
     if {t[0] for t in tails} != {node, other} or len(tails) != 2:
         return None
     if other.target is aten.layer_norm.default:  # the other sums are with q, which stays
@@ -252,26 +318,26 @@ def _sum_with(node: fx.Node, other: fx.Node, steps: list[fx.Node]) -> fx.Node | 
     return reader
 
 
-def _layer_norm(node: Any) -> Norm | None:
+def _layer_norm(node: Any, values: Values) -> Norm | None:
     if not isinstance(node, fx.Node) or node.target is not aten.layer_norm.default:
         return None
-    x, _ = _through_reshapes(node.args[0])
+    x, _ = _through(node.args[0], values)
     width = _product(node.args[1])
     if width is None:
         return None
     return Norm(x, width, float(argument(node, "eps")), (node,), -1, argument(node, "weight"), argument(node, "bias"))
 
 
-def _rms_norm(x: fx.Node, steps: list[fx.Node]) -> Norm | None:
+def _rms_norm(x: fx.Node, steps: list[fx.Node], values: Values) -> Norm | None:
     """An RMSNorm of ``x``; its nodes join ``steps``."""
     passed: list[fx.Node] = []
-    node = _reader(x, passed)
+    node = _reader(x, passed, values)
     if node is not None and node.target is aten.rms_norm.default:
         width, eps = _product(node.args[1]), argument(node, "eps")
         eps = None if eps is None else float(eps)
         norm = None if width is None else Norm(x, width, eps, (*passed, node), -1, argument(node, "weight"))
     else:
-        norm = _written_rms_norm(x)
+        norm = _written_rms_norm(x, values)
     steps += norm.interior if norm is not None else ()
     return norm
 
@@ -280,8 +346,12 @@ def _product(sizes: Any) -> int | None:
     return math.prod(sizes) if all(isinstance(s, int) for s in sizes) else None
 
 
-def _written_rms_norm(x: fx.Node) -> Norm | None:
-    """``x / sqrt(mean(x², -1, keepdim) + eps)`` in its usual spellings."""
+def _written_rms_norm(x: fx.Node, values: Values) -> Norm | None:
+    """``x / sqrt(mean(x², -1, keepdim) + eps)`` in its usual spellings, of x or of its widened copy."""
+    widened: list[fx.Node] = []
+    while len(x.users) == 1 and _is_exact_cast(next(iter(x.users)), values):
+        x = next(iter(x.users))
+        widened.append(x)
     for user in x.users:
         if user.target not in (aten.mul.Tensor, aten.div.Tensor):
             continue
@@ -290,20 +360,20 @@ def _written_rms_norm(x: fx.Node) -> Norm | None:
         root = b if a is x else a if b is x and not divided else None
         found = _root_mean_square(root, x, inverse=not divided) if isinstance(root, fx.Node) else None
         if found is not None:
-            return _weighted(Norm(x, None, found[0], (*found[2], user), found[1]))
+            return _weighted(Norm(x, None, found[0], (*widened, *found[2], user), found[1]), values)
     return None
 
 
-def _weighted(norm: Norm) -> Norm:
+def _weighted(norm: Norm, values: Values) -> Norm:
     """The norm with the weight that its result is multiplied by, if it is (that it is one is seen from its shape)."""
     steps: list[fx.Node] = []
-    reader = _reader(norm.interior[-1], steps)
-    if reader is None or steps or reader.target is not aten.mul.Tensor:
+    reader = _reader(norm.interior[-1], steps, values)
+    if reader is None or reader.target is not aten.mul.Tensor or any(n.target in _RESHAPES for n in steps):
         return norm
-    others = [a for a in reader.args if a is not norm.interior[-1]]
+    others = [a for a in reader.args if a is not (*norm.interior, *steps)[-1]]
     if len(others) != 1 or not isinstance(others[0], fx.Node):
         return norm
-    return replace(norm, interior=(*norm.interior, reader), weight=others[0])
+    return replace(norm, interior=(*norm.interior, *steps, reader), weight=others[0])
 
 
 def _root_mean_square(node: fx.Node, x: fx.Node, inverse: bool) -> tuple[float, int, list[fx.Node]] | None:
@@ -346,26 +416,32 @@ def rewrite(gm: fx.GraphModule, block: Block, values: dict[fx.Node, Any]) -> Non
     graph, gdpa, out = gm.graph, block.gdpa, block.out
     queries, *rest = gdpa.args
     heads, head_dim = values[queries].shape[1:]  # type: ignore[index]
+    source = block.q(values)
+    kwargs = {**gdpa.kwargs, "eps": block.layer_norm.eps, "rms_eps": block.rms_norm.eps}
+    if values[source].dtype != values[out].dtype:
+        kwargs["dtype"] = values[out].dtype
+    new = []
     with graph.inserting_before(out):
-        q = block.q
+        q = source
         if values[q].ndim != 3 or values[q].shape[1] != heads:
             q = graph.call_function(aten.reshape.default, (q, [-1, heads, head_dim]))
-        kwargs = {**gdpa.kwargs, "eps": block.layer_norm.eps, "rms_eps": block.rms_norm.eps}
+            new.append(q)
         for name, weight in block.weights.items():
             if weight is not None:
                 kwargs[name] = graph.call_function(aten.reshape.default, (weight, [heads * head_dim]))
         fused = graph.call_function(ops.pffn, (q, *rest), kwargs)
-        made = [q, fused]
+        new.append(fused)
         if values[out].ndim != 3 or values[out].shape[1] != heads:
-            made.append(graph.call_function(aten.reshape.default, (fused, [-1, *values[out].shape[1:]])))
-    new = [n for n in made if n is not block.q]
+            new.append(graph.call_function(aten.reshape.default, (fused, [-1, *values[out].shape[1:]])))
     for node in new:
         node.meta.update({k: v for k, v in out.meta.items() if k != "val"})
-        values[node] = values[out] if node is made[-1] else values[queries]  # type: ignore[index]
-    out.replace_all_uses_with(made[-1])
+    values[q] = values[queries].to(values[source].dtype)  # type: ignore[index]
+    values[fused] = values[queries].to(values[out].dtype)  # type: ignore[index]
+    values[new[-1]] = values[out]
+    out.replace_all_uses_with(new[-1])
     order = {n: i for i, n in enumerate(graph.nodes)}
     for node in sorted(set(block.interior), key=order.__getitem__, reverse=True):
         graph.erase_node(node)
-    for node in reversed(graph.find_nodes(op="call_function", target=aten.reshape.default)):
-        if not node.users:
+    for node in reversed(list(graph.nodes)):
+        if node.target in (*_RESHAPES, *_CASTS) and not node.users:
             graph.erase_node(node)

@@ -9,9 +9,9 @@ from gemopt.ops.checks import check, check_index, check_same_device, check_tenso
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def check_call(op: str, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> None:
-    """Everything that can be told before the kernels run."""
-    _check_packed(op, q, k, v)
+def check_call(op: str, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, *, mixed: bool = False) -> None:
+    """Everything that can be told before the kernels run. mixed: q has a dtype of its own."""
+    _check_packed(op, q, k, v, mixed)
     _check_indices(op, q, spec)
     for name, table in (("bias", spec.bias), ("mask", spec.mask)):
         if table is not None:
@@ -39,15 +39,16 @@ def check_sizes(op: str, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -
             _check_table_sizes(op, name, table, spec.q_offsets.shape[0] - 1, heads)
 
 
-def _check_packed(op: str, q: Tensor, k: Tensor, v: Tensor) -> None:
+def _check_packed(op: str, q: Tensor, k: Tensor, v: Tensor, mixed: bool) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(op, name, x)
         if x.dim() != 3:
             raise ValueError(f"{op}: {name} must be [rows, heads, head_dim], got {x.dim()}-D")
         if x.dtype not in DTYPES:
             raise ValueError(f"{op}: {name} must be floating (fp64, fp32, bf16, fp16), got {x.dtype}")
-        if x.dtype != q.dtype:
-            raise ValueError(f"{op}: {name} is {x.dtype} but q is {q.dtype}")
+        other, like = ("k", k) if mixed and name == "v" else ("q", q)
+        if x.dtype != like.dtype and not (mixed and name == "k"):
+            raise ValueError(f"{op}: {name} is {x.dtype} but {other} is {like.dtype}")
         check_same_device(op, name, x, "q", q)
 
 

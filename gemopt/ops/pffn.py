@@ -4,10 +4,11 @@
 
 Both norms run over all heads (PyTorch blog, "Towards free normalization", 2026); their elementwise weights are optional. On
 compute capability 9.0 the addition of ln happens inside the attention kernel, where ln is the query tile, and that of dg to
-its gradient likewise; each norm is one pass over its rows, with the outer residual inside.
+its gradient likewise; each norm is one pass over its rows, with the outer residual inside. `pffn_mixed` is the form that
+autocast runs.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,55 +17,11 @@ from gemopt.kernels.spec import AttentionSpec
 from gemopt.ops.attention_checks import check_call
 from gemopt.ops.define import op
 from gemopt.ops.dispatch import attention_kernels, is_hopper
+from gemopt.ops.pffn_mixed import pffn_mixed
+from gemopt.ops.pffn_parts import SCHEMA, WEIGHTS, affine, norms_of, spec_of
 
 OP = "pffn"
-_SCHEMA = (
-    "Tensor q_offsets, Tensor k_offsets, SymInt max_q, SymInt max_k, str activation, float scale, float post_scale, "
-    "float eps, float? rms_eps, Tensor? ln_weight, Tensor? ln_bias, Tensor? rms_weight"
-)
-_WEIGHTS = 9  # where the weights stand among the arguments after q, k, v
-
-
-class _Norms(NamedTuple):
-    """The last arguments: of LayerNorm and RMSNorm, weights as `[H·D]` in the dtype of the arithmetic, or None."""
-
-    eps: float
-    rms_eps: float
-    weight: Tensor | None
-    bias: Tensor | None
-    rms_weight: Tensor | None
-
-
-def _spec(args: tuple[Any, ...]) -> AttentionSpec:
-    q_offsets, k_offsets, max_q, max_k, activation, scale, post_scale, *_ = args
-    names = tuple(activation.split(","))
-    return AttentionSpec(
-        q_offsets,
-        k_offsets,
-        max_q,
-        max_k,
-        scale,
-        False,
-        False,
-        (-1, -1),
-        None,
-        None,
-        0.0,
-        None,
-        None,
-        None,
-        names,
-        post_scale,
-    )
-
-
-def _norms(args: tuple[Any, ...], dtype: torch.dtype) -> _Norms:
-    """torch takes the machine epsilon of the dtype it computes in where RMSNorm is given none."""
-    eps, rms_eps, *weights = args[_WEIGHTS - 2 :]
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    if rms_eps is None:
-        rms_eps = torch.finfo(wide).eps
-    return _Norms(eps, rms_eps, *(None if w is None else w.reshape(-1).to(wide) for w in weights))
+_LOW = (torch.bfloat16, torch.float16)
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, backward: bool = False) -> bool:
@@ -76,14 +33,6 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, backward: bool 
     return hopper.refusal(q, k, v, spec, backward) is None and q.shape[1] * q.shape[2] <= MAX_COLUMNS
 
 
-def _epsilons(args: tuple[Any, ...], dtype: torch.dtype) -> tuple[float, float]:
-    """eps of LayerNorm and RMSNorm; torch takes the machine epsilon of the dtype it computes in where none is given."""
-    eps, rms_eps = args[-2:]
-    if rms_eps is None:
-        rms_eps = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
-    return eps, rms_eps
-
-
 def _wide(x: Tensor) -> Tensor:
     """`[T, H·D]` in fp32, or fp64 if x is."""
     return x.reshape(x.shape[0], -1).to(torch.float64 if x.dtype == torch.float64 else torch.float32)
@@ -91,11 +40,11 @@ def _wide(x: Tensor) -> Tensor:
 
 @op(
     "pffn",
-    f"(Tensor q, Tensor k, Tensor v, {_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
+    f"(Tensor q, Tensor k, Tensor v, {SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def _pffn(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """out, ln, the statistics [2, T] of LayerNorm (mean, 1/deviation), g."""
-    spec, norm = _spec(args), _norms(args, q.dtype)
+    spec, norm = spec_of(args), norms_of(args, q.dtype)
     q = q.contiguous()
     with torch._C._DisableAutocast():
         if _fused(q, k, v, spec):
@@ -109,18 +58,13 @@ def _pffn(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, Tensor, 
         mean = x.mean(1)
         centred = x - mean[:, None]
         rstd = (centred.square().mean(1) + norm.eps).rsqrt()
-        ln = _affine(centred * rstd[:, None], norm.weight, norm.bias).to(q.dtype).view(q.shape)
+        ln = affine(centred * rstd[:, None], norm.weight, norm.bias).to(q.dtype).view(q.shape)
         forward, _ = attention_kernels(q)
         g = forward(ln, k, v, spec)[0] + ln
         y = _wide(g)
         normed = y * (y.square().mean(1, keepdim=True) + norm.rms_eps).rsqrt()
-        out = _affine(normed, norm.rms_weight, x)
+        out = affine(normed, norm.rms_weight, x)
         return out.to(q.dtype).view(q.shape), ln, torch.stack([mean, rstd]), g
-
-
-def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    x = x if weight is None else x * weight
-    return x if bias is None else x + bias
 
 
 @_pffn.fake
@@ -131,14 +75,14 @@ def _(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tens
 
 @op(
     "pffn_backward",
-    f"(Tensor dout, Tensor? q, Tensor k, Tensor v, Tensor ln, Tensor stats, Tensor g, {_SCHEMA}) "
+    f"(Tensor dout, Tensor? q, Tensor k, Tensor v, Tensor ln, Tensor stats, Tensor g, {SCHEMA}) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def _pffn_backward(
     dout: Tensor, q: Tensor | None, k: Tensor, v: Tensor, ln: Tensor, stats: Tensor, g: Tensor, *args: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv and the gradients of the three weights, empty where there is none. q is None if ln has no weights."""
-    spec, norm = _spec(args), _norms(args, g.dtype)
+    spec, norm = spec_of(args), norms_of(args, g.dtype)
     dout = dout.contiguous()
     with torch._C._DisableAutocast():
         if _fused(ln, k, v, spec, backward=True):
@@ -153,7 +97,7 @@ def _pffn_backward(
             r = (y.square().mean(1, keepdim=True) + norm.rms_eps).rsqrt()
             n = y * r
             d_rms = None if norm.rms_weight is None else (dy * n).sum(0)
-            dn = _affine(dy, norm.rms_weight, None)
+            dn = affine(dy, norm.rms_weight, None)
             dg = ((dn - n * (dn * n).mean(1, keepdim=True)) * r).to(g.dtype).view(g.shape)
             _, backward = attention_kernels(ln)
             dln, dk, dv, _ = backward(dg, ln, k, v, None, None, spec, False)
@@ -161,12 +105,12 @@ def _pffn_backward(
             dx = _wide(dln) + _wide(dg)
             dw = None if norm.weight is None else (dx * n).sum(0)
             db = None if norm.bias is None else dx.sum(0)
-            dx = _affine(dx, norm.weight, None)
+            dx = affine(dx, norm.weight, None)
             dx = (dx - dx.mean(1, keepdim=True) - n * (dx * n).mean(1, keepdim=True)) * stats[1][:, None] + dy
             dq = dx.to(ln.dtype).view(ln.shape)
     sums = [
         ln.new_empty(0) if d is None else d.to(w.dtype).view(w.shape)
-        for d, w in zip((dw, db, d_rms), args[_WEIGHTS:], strict=True)
+        for d, w in zip((dw, db, d_rms), args[WEIGHTS:], strict=True)
     ]
     return dq, dk, dv, sums[0], sums[1], sums[2]
 
@@ -175,23 +119,23 @@ def _pffn_backward(
 def _(
     dout: Tensor, q: Tensor | None, k: Tensor, v: Tensor, ln: Tensor, stats: Tensor, g: Tensor, *args: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    w, b, u = (ln.new_empty(0) if x is None else x.new_empty(x.shape) for x in args[_WEIGHTS:])
+    w, b, u = (ln.new_empty(0) if x is None else x.new_empty(x.shape) for x in args[WEIGHTS:])
     return ln.new_empty(ln.shape), k.new_empty(k.shape), v.new_empty(v.shape), w, b, u
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, v, q_offsets, k_offsets, *rest = inputs
     _, ln, stats, g = output
-    weights = rest[_WEIGHTS - 2 :]
+    weights = rest[WEIGHTS - 2 :]
     kept = q if weights[0] is not None or weights[1] is not None else None
     ctx.save_for_backward(kept, k, v, ln, stats, g, q_offsets, k_offsets, *weights)
-    ctx.rest = rest[: _WEIGHTS - 2]
+    ctx.rest = rest[: WEIGHTS - 2]
     ctx.mark_non_differentiable(ln, stats, g)
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, dout: Tensor | None, *unused: Tensor | None) -> tuple[Any, ...]:
-    nothing = (None,) * _WEIGHTS
+    nothing = (None,) * WEIGHTS
     if dout is None:
         return (None, None, None, *nothing, None, None, None)
     q, k, v, ln, stats, g, q_offsets, k_offsets, *weights = ctx.saved_tensors
@@ -220,22 +164,27 @@ def pffn(
     ln_weight: Tensor | None = None,
     ln_bias: Tensor | None = None,
     rms_weight: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """RMSNorm(gdpa(ln, k, v) + ln) + q with ln = LayerNorm(q), `[Tq, H, D]`; norms over all heads.
 
+    Of one dtype, or as autocast has it: norms, sums and the result in fp32, gdpa alone, on a rounded copy of ln, in 16 bits.
+
     Args:
-        q: `[Tq, H, D]`; k, v: `[Tk, Hkv, D]`; all of one dtype.
+        q: `[Tq, H, D]`; k, v: `[Tk, Hkv, D]`; all of one dtype, or k and v in bf16 or fp16 and q in fp32.
         eps: added to the variance of LayerNorm.
         rms_eps: added to the mean square of RMSNorm; None is the machine epsilon of fp32, of fp64 for fp64.
-        ln_weight, ln_bias, rms_weight: elementwise weights of the norms, each `[H·D]` or `[H, D]` in the dtype of q. Their
-            gradients are summed over rows in fp32 (fp64 for fp64), in a fixed order.
+        ln_weight, ln_bias, rms_weight: elementwise weights of the norms, each `[H·D]` or `[H, D]`, in the dtype of q or k,
+            or in fp32 beside 16 bits. Their gradients are summed over rows in fp32 (fp64 for fp64), in a fixed order.
+        dtype: of ln and the result; None is that of q. fp32 beside q, k and v in bf16 or fp16 is the mixed form.
         the rest: as in `gemopt.ops.gdpa`.
     Raises:
         ValueError, TypeError: arguments of wrong rank, size, dtype, device or value.
     """
     added = None if rms_eps is None else float(rms_eps)
     args = (q_offsets, k_offsets, max_q, max_k, activation, float(scale), float(post_scale), float(eps), added)
-    check_call(OP, q, k, v, _spec(args))
+    mixed = _is_mixed(q, k, dtype)
+    check_call(OP, q, k, v, spec_of(args), mixed=mixed and q.dtype == torch.float32)
     for name, value in (("eps", eps), ("rms_eps", rms_eps)):
         if value is not None and not value > 0:
             raise ValueError(f"{OP}: {name} must be positive, got {value}")
@@ -244,18 +193,29 @@ def pffn(
     weights = {"ln_weight": ln_weight, "ln_bias": ln_bias, "rms_weight": rms_weight}
     for name, weight in weights.items():
         if weight is not None:
-            _check_weight(name, weight, q)
-    return _pffn(q, k, v, *args, *weights.values())[0]
+            _check_weight(name, weight, q, k)
+    return (pffn_mixed if mixed else _pffn)(q, k, v, *args, *weights.values())[0]  # type: ignore[no-any-return]
 
 
-def _check_weight(name: str, weight: Tensor, q: Tensor) -> None:
+def _is_mixed(q: Tensor, k: Tensor, dtype: torch.dtype | None) -> bool:
+    if not isinstance(q, Tensor) or not isinstance(k, Tensor):
+        return False  # `check_call` has the error
+    if dtype not in (None, q.dtype) and not (dtype == torch.float32 and q.dtype in _LOW):
+        beside = " or torch.float32" if q.dtype in _LOW else ""
+        raise ValueError(f"{OP}: dtype must be None, {q.dtype}{beside} where q is {q.dtype}, got {dtype}")
+    return (dtype or q.dtype) == torch.float32 and k.dtype in _LOW
+
+
+def _check_weight(name: str, weight: Tensor, q: Tensor, k: Tensor) -> None:
     heads, head_dim = q.shape[1:]
     if not isinstance(weight, Tensor):
         raise TypeError(f"{OP}: {name} must be a tensor or None, got {type(weight).__name__}")
     if list(weight.shape) not in ([heads * head_dim], [heads, head_dim]):
         raise ValueError(f"{OP}: {name} must be [{heads * head_dim}] or [{heads}, {head_dim}], got {list(weight.shape)}")
-    if weight.dtype != q.dtype or weight.device != q.device:
-        raise ValueError(f"{OP}: {name} must be {q.dtype} on {q.device} as q is, got {weight.dtype} on {weight.device}")
+    allowed = list(dict.fromkeys([q.dtype, k.dtype, *[torch.float32] * (k.dtype in _LOW)]))
+    if weight.dtype not in allowed or weight.device != q.device:
+        given = f"got {weight.dtype} on {weight.device}"
+        raise ValueError(f"{OP}: {name} must be {' or '.join(map(str, allowed))} on {q.device} beside this q and k, {given}")
 
 
 pffn.__module__ = "gemopt.ops"

@@ -172,3 +172,17 @@ def test_peer_without_its_package(kernels, monkeypatch):
     monkeypatch.setitem(sys.modules, "generative_recommenders", None)
     with pytest.raises(SystemExit, match=r"on PYTHONPATH, see bench/peers/README\.md"):
         kernels.load_peer(str(kernels._harness.ROOT / PEER))
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_contestants_of_the_block_agree(kernels, data, monkeypatch, mixed):
+    monkeypatch.setattr(torch, "compile", lambda function: function)
+    low = [x.bfloat16() for x in (data.q, data.k, data.v, data.dout)]
+    found = kernels._pffn(kernels.Data(*low, data.spec, LENGTHS, LENGTHS), mixed)
+    outs = {name: ways["forward"]() for name, ways in found.items()}
+    close = {"rtol": 0.02, "atol": 0.02 if mixed else 0.06}
+    for name, out in outs.items():
+        assert out.dtype == (torch.float32 if mixed else torch.bfloat16)
+        torch.testing.assert_close(out, outs["gemopt"], **close)
+        for got, want in zip(found[name]["backward"](), found["gemopt"]["backward"](), strict=True):
+            assert (got - want).norm() <= 0.02 * want.norm()

@@ -30,6 +30,12 @@ from gemopt.kernels.triton import configs
 from gemopt.kernels.triton.attention_backward import attention_backward_kv, attention_backward_q, attention_delta
 from gemopt.kernels.triton.attention_backward_bias import attention_backward_bias
 from gemopt.kernels.triton.attention_forward import attention_forward
+from gemopt.kernels.triton.mixed_norms import (
+    mixed_column_sums,
+    mixed_layer_norm_backward,
+    mixed_rms_backward,
+    mixed_rms_forward,
+)
 from tests.hostile.common import sweep
 
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -125,9 +131,12 @@ def spilled_bytes(
     folder: Path,
     warps: int = 4,
     stages: int = 1,
+    wide: tuple[str, ...] = (),
 ) -> tuple[int, str]:
-    """Bytes of spill stores and loads, and what ptxas said."""
+    """Bytes of spill stores and loads, and what ptxas said. wide: arguments that are fp32, whatever the dtype."""
     signature = signature_of(kernel, dtype, constexprs)
+    for name in (n for n in wide if n in signature):
+        signature[name] = "*fp32" if name.endswith("_ptr") else "fp32"
     aligned = [
         i for i, (name, kind) in enumerate(signature.items()) if kind.startswith("*") or name.endswith("_stride")
     ]  # head_dim is a multiple of 16 in the table
@@ -182,3 +191,17 @@ def test_delta_does_not_spill(capability: int, tmp_path: Path) -> None:
     constexprs = {"DV": 128, "BLOCK_DV": 128, "BLOCK_Q": 64}
     spilled, report = spilled_bytes(attention_delta, torch.bfloat16, constexprs, capability, tmp_path)
     assert spilled == 0, report
+
+
+@pytest.mark.parametrize("columns", [384, pytest.param(512, marks=sweep), pytest.param(8192, marks=sweep)])
+def test_mixed_norms_do_not_spill(columns: int, tmp_path: Path) -> None:
+    """With all weights; a and dlow in bf16, the stream in fp32."""
+    block = triton.next_power_of_2(columns)
+    flags = {"WEIGHT": True, "BIAS": True, "RMS_WEIGHT": True, "N": columns}
+    wide = ("q_ptr", "dq_ptr", "out_ptr", "dout_ptr", "stats_ptr", "rms_stats_ptr", "sums_ptr", "eps")
+    wide += ("weight_ptr", "bias_ptr", "rms_weight_ptr")
+    for kernel in (mixed_rms_forward, mixed_rms_backward, mixed_layer_norm_backward, mixed_column_sums):
+        rows = {"BLOCK_N": block, "ROWS": max(1, 4096 // block)}
+        tile = {"BLOCK": 256, "ROWS": 16} if kernel is mixed_column_sums else rows
+        spilled, report = spilled_bytes(kernel, torch.bfloat16, {**flags, **tile}, 90, tmp_path, 8, 1, wide)
+        assert spilled == 0, f"{kernel.__name__}: {report}"

@@ -171,6 +171,16 @@ def test_pffn(dtype: torch.dtype, form: str, taken: list[str]) -> None:
 
 
 @pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("stream", [torch.float32, BF16], ids=str)
+def test_mixed_pffn(stream: torch.dtype, form: str, taken: list[str]) -> None:
+    """As autocast has it: the attention alone is Gluon's, the residuals are the norms'."""
+    lengths = [130, 0, 1, 65, 300], [128, 7, 0, 0, 300]
+    check_pffn(*lengths, 3, 128, torch.float32, "cuda", low=BF16, q_dtype=stream)
+    check_pffn(*lengths, 3, 128, torch.float32, "cuda", low=BF16, q_dtype=stream, weighted=True, size=0.01)
+    assert taken.count("run_forward") == 2
+
+
+@pytest.mark.usefixtures("poison")
 def test_head_dim_256_forward(taken: list[str]) -> None:
     check(Case(EDGES, d=256, kwargs={"causal": True}), BF16, "cuda")
     check(Case(EDGES, d=256, op="gdpa", kwargs={"activation": "gelu", "scale": 0.1}), BF16, "cuda")

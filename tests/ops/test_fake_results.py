@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from gemopt.kernels.cpu import native
 from gemopt.ops import attention
 from gemopt.ops.pffn import _pffn, _pffn_backward
+from gemopt.ops.pffn_mixed import _pffn_mixed_backward, pffn_mixed
 from tests.ops.attention_cases import Case, draw
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -66,3 +67,16 @@ def test_pffn(dtype: torch.dtype, weights: bool) -> None:
     like_its_fake(_pffn.overload, arguments)
     _, ln, stats, g = _pffn(*arguments)
     like_its_fake(_pffn_backward.overload, (torch.ones_like(g), q, k, v, ln, stats, g, *arguments[3:]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("weights", [False, True])
+def test_mixed_pffn(dtype: torch.dtype, weights: bool) -> None:
+    q = torch.randn(7, 2, 8, dtype=dtype)
+    k, v = torch.randn(2, 6, 2, 8, dtype=torch.bfloat16)
+    offsets = torch.tensor([0, 4, 4, 7]), torch.tensor([0, 2, 4, 6])
+    scales = [torch.randn(16, dtype=of) for of in (torch.float32, torch.bfloat16, torch.float32)] if weights else [None] * 3
+    arguments = (q, k, v, *offsets, 4, 2, "silu", 0.3, 1.0, 1e-5, 1e-6, *scales)
+    like_its_fake(pffn_mixed.overload, arguments)
+    out, ln, stats, a = pffn_mixed(*arguments)
+    like_its_fake(_pffn_mixed_backward.overload, (torch.ones_like(out), q, k, v, ln, stats, a, *arguments[3:]))

@@ -234,8 +234,8 @@ def test_a_difference_is_found_and_undone(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def _other_eps(original: Callable[..., Any]) -> Callable[..., Any]:
-    def wrong(node: Any) -> Any:
-        found = original(node)
+    def wrong(*args: Any) -> Any:
+        found = original(*args)
         return found and replace(found, eps=0.5)
 
     return wrong

@@ -161,9 +161,13 @@ def _sums(x: Tensor, stats: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
     return sums[0].sum(0), sums[1].sum(0)
 
 
-def layer_norm(x: Tensor, eps: float, weight: Tensor | None = None, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Contiguous `[T, ...]`, normalised over all but the first axis; and its statistics fp32 `[2, T]`, means and rstd."""
-    y, stats = torch.empty_like(x), torch.empty((2, x.shape[0]), dtype=torch.float32, device=x.device)
+def layer_norm(
+    x: Tensor, eps: float, weight: Tensor | None = None, bias: Tensor | None = None, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """Contiguous `[T, ...]`, normalised over all but the first axis, in ``dtype`` or that of x; and its statistics fp32
+    `[2, T]`, means and rstd."""
+    y = torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
+    stats = torch.empty((2, x.shape[0]), dtype=torch.float32, device=x.device)
     flags = {"WEIGHT": weight is not None, "BIAS": bias is not None}
     given = (x if weight is None else weight, x if bias is None else bias)
     _launch(layer_norm_forward, x.shape[0], x.shape[1:].numel(), x, *given, y, stats, x.shape[0], eps, **flags)

@@ -42,7 +42,7 @@ _CARRIED_META = ("stack_trace", "nn_module_stack", "recompute", "ac_graph_id", "
 
 
 class Emitter:
-    """Builds the packed graph of a captured graph under a layout; ``spare``: for row sets with a capacity (graph/spare.py)."""
+    """Builds the packed graph of a captured graph under a layout; ``spare``: row sets have capacities (graph/spare.py)."""
 
     def __init__(self, gm: fx.GraphModule, layout: Layout, regions: dict[fx.Node, Any], spare: bool = False) -> None:
         self.gm, self.layout, self.known, self.live = gm, layout, layout.known, layout.live

@@ -7,13 +7,15 @@ because
 
 - they enter as copies of the set's first row (a set without rows has its step run padded), or as zeros out of an attention;
 - they stay finite where that row does; behind an attention, and where rows of another set are filled up, every op that runs
-  packed keeps finite numbers finite, forward and backward (`graph/finite.py`), else the graph has no capacities (`obstacle`);
+  packed keeps finite numbers finite, forward and backward (`graph/finite.py`), else there are no capacities (`obstacle`);
 - they leave nowhere: `unpack`, `segment_sum`, gathers and attention take no notice of them, a sum over all rows replaces
   them by zeros, a token loss ignores their labels. So their gradient is zero, and zero times finite is zero in whatever
   gradient is summed over rows.
 """
 
 from __future__ import annotations
+
+from torch import fx
 
 from gemopt.graph.finite import keeps_finite
 from gemopt.graph.layout import Layout

@@ -59,6 +59,7 @@ def _launch(kernel, source: Tensor, index: Tensor, out: Tensor, rows: int, **opt
     columns = min(triton.next_power_of_2(width), COLUMNS)
     tile = TILE // columns
     grid = (triton.cdiv(count, tile), triton.cdiv(width, columns))
+    stride = source.stride(0)
     kernel[grid](
-        source, index.contiguous(), out, rows, count, width, source.stride(0), ROWS=tile, COLS=columns, num_warps=4, **options
-    )  # fmt: skip
+        source, index.contiguous(), out, rows, count, width, stride, ROWS=tile, COLS=columns, num_warps=4, **options
+    )

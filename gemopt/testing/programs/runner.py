@@ -110,8 +110,8 @@ def run(
 
     Args:
         program: what to run.
-        inner: ``"interpreter"`` traces and interprets without Dynamo; ``"spare"`` does so with constant sizes, packed tensors
-            having room for every padded row (`Recipe.row_slack`); ``"eager"``, ``"aot_eager"`` and ``"inductor"`` are
+        inner: ``"interpreter"`` traces and interprets without Dynamo; ``"spare"`` does so with constant sizes and room
+            for every padded row in packed tensors (`Recipe.row_slack`); ``"eager"``, ``"aot_eager"`` and ``"inductor"`` are
             those of ``gemopt.compile``.
         cases: names of `CASES`; those that the program's mask rules out are left out.
         seed: of parameters, batches and cotangents.

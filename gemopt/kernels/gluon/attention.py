@@ -37,6 +37,8 @@ def _unsupported_form(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> s
         return "counts rows, has no positions"
     if spec.block_size:
         return "has no blocks"
+    if spec.shared:
+        return "has no shared queries"
     if spec.scale <= 0:
         return f"needs a positive scale, got {spec.scale}"
     sharing = q.shape[1] // max(k.shape[1], 1)
@@ -48,7 +50,7 @@ def _unsupported_form(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> s
 def _unsupported_shape(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, backward: bool) -> str | None:
     if q.shape[2] != v.shape[2]:
         return f"needs equal head dims, got {q.shape[2]} and {v.shape[2]}"
-    if 0 in q.shape or 0 in k.shape or spec.q_offsets.shape[0] < 2:
+    if 0 in q.shape or 0 in k.shape or spec.batch < 1:
         return "needs rows and sequences"
     if max(q.shape[0], k.shape[0]) >= MAX_ROWS:
         return f"needs fewer than 2^30 rows, got {max(q.shape[0], k.shape[0])}"

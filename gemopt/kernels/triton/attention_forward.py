@@ -19,6 +19,7 @@ from gemopt.kernels.triton.attention_tiles import (
     extent,
     key_range,
     load_rows,
+    query_extent,
     row_positions,
     scores_of,
     store_rows,
@@ -90,10 +91,11 @@ def attention_forward(
     CODES: tl.constexpr,
     CODE_HEADS: tl.constexpr,
     PRECISION: tl.constexpr,
+    SHARED_Q: tl.constexpr,
 ):
     """Grid (batch + 1, heads, query tiles). ACTS is 0 for a softmax; see `activations`."""
     b, head = tl.program_id(0), tl.program_id(1)
-    q_start, q_len = extent(q_offsets_ptr, b, batch, q_rows)
+    q_start, q_len, q_first = query_extent(q_offsets_ptr, b, batch, q_rows, SHARED_Q)
     k_start, k_len = extent(k_offsets_ptr, b, batch, k_rows)
     if b == batch:
         k_len = 0
@@ -110,8 +112,8 @@ def attention_forward(
 
     for tile in range(tl.program_id(2), tl.cdiv(q_len, BLOCK_Q), tl.num_programs(2)):
         rows = tile * BLOCK_Q + tl.arange(0, BLOCK_Q)
-        q = load_rows(q_base, q_start, rows, q_len, q_stride, D, BLOCK_D)
-        q_pos = row_positions(q_pos_ptr, q_start, rows, q_len, shift, HAS_Q_POS)
+        q = load_rows(q_base, q_first, rows, q_len, q_stride, D, BLOCK_D)
+        q_pos = row_positions(q_pos_ptr, q_first, rows, q_len, shift, HAS_Q_POS)
         if DROPOUT:
             word_a, word_b = row_keys(seed_ptr, head, q_start + rows)
         top = tl.full((BLOCK_Q,), float("-inf"), tl.float32)

@@ -19,6 +19,7 @@ from gemopt.kernels.triton.attention_backward import attention_backward_kv, atte
 from gemopt.kernels.triton.attention_backward_bias import attention_backward_bias
 from gemopt.kernels.triton.attention_forward import attention_forward
 from gemopt.kernels.triton.configs import Blocks, block_of, config, constants, is_heavy
+from gemopt.kernels.triton.split import combine, key_parts, multiprocessors
 from gemopt.ops import dropout as generator
 
 MAX_HEAD_DIM = 256
@@ -117,22 +118,37 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tenso
     if out.numel() == 0:
         return out, lse
     blocks = config(max(d, dv), q.dtype, is_heavy(spec), is_interpreted()).forward
-    grid = (spec.batch + 1, heads, _tiles(spec.max_q, blocks.q))
-    attention_forward[grid](
+    tiles = _tiles(spec.max_q, blocks.q)
+    parts, step = key_parts(spec.batch * heads * tiles, _splittable(spec, k), multiprocessors(q.device), blocks.k)
+    to, part_lse = out, lse
+    if parts > 1:
+        to, part_lse = (torch.empty((parts, *x.shape), dtype=torch.float32, device=q.device) for x in (out, lse))
+    attention_forward[((spec.batch + 1) * parts, heads, tiles)](
         q,
         k,
         v,
-        out,
-        lse,
+        to,
+        part_lse,
         *_shared_args(q, k, v, spec),
-        out.stride(0),
-        out.stride(1),
+        to.stride(-3),
+        to.stride(-2),
         *_numbers(spec),
+        parts,
+        step,
         **constants(heads, d, dv, spec, blocks, q.dtype),
+        SPLIT=parts > 1,
         num_warps=blocks.warps,
         num_stages=blocks.stages,
     )
+    if parts > 1:
+        combine(to, part_lse, out, lse, spec.softmax)
     return out, lse
+
+
+def _splittable(spec: AttentionSpec, k: Tensor) -> int:
+    """The most keys that a query walks over, as far as shapes tell; 0 where a band by row numbers leaves out most parts."""
+    by_row = spec.q_positions is None and spec.k_positions is None
+    return 0 if spec.masked and by_row else min(spec.max_k, k.shape[0])
 
 
 def backward(

@@ -1,4 +1,4 @@
-"""Keys split among programs: the portable kernels, on a GPU or under the interpreter (test_interpreter.py), and the choice."""
+"""Keys split among programs: the choice, and the portable kernels (on a GPU, or by way of test_interpreter.py)."""
 
 import importlib.util
 import os

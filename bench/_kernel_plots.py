@@ -18,6 +18,8 @@ DIRECTIONS = ("forward", "backward")
 COLOURS = {
     "gemopt": "#17708f",
     "gemopt-deterministic": "#7fb9cc",
+    "gemopt-copied": "#9fb8a6",
+    "gemopt-unsplit": "#b9cdbe",
     "gemopt-unfused": "#cfe3ea",
     "gemopt-unfused-compiled": "#a7cdd9",
     "flash-2-varlen": "#e39a55",
@@ -64,6 +66,8 @@ def describe(shape: Mapping[str, Any]) -> str:
 
     act = {"softmax": "softmax", "gelu": "GELU", "silu": "SiLU"}.get(shape["act"], shape["act"])
     parts = [act, lengths(shape["q"]) if shape["k"] is None else f"{lengths(shape['q'])} over {lengths(shape['k'])}"]
+    if shape.get("shared"):
+        parts[-1] += ", shared queries"
     if shape["causal"]:
         parts.append("causal")
     if shape["window"][0] >= 0:

@@ -57,6 +57,7 @@ class Cell:
     dim: int = 128
     batch: int = BATCH
     op: str = "attention"
+    shared: bool = False  # one set of queries for all sequences
 
 
 def grid() -> dict[str, Cell]:
@@ -66,6 +67,8 @@ def grid() -> dict[str, Cell]:
         "gdpa-short": Cell(("U", 256), act="gelu"),
         "gdpa-pffn": Cell(2048, 256, act="gelu"),
         "pma": Cell(192, ("U", 2048)),
+        "pma-shared": Cell(192, ("U", 2048), shared=True),
+        "pma-long": Cell(32, 16384, batch=8, shared=True),
         "softmax-jagged": Cell(("U", 2048)),
         "softmax-dense": Cell(2048),
         "softmax-short": Cell(("U", 256)),
@@ -110,12 +113,15 @@ def draw(cell: Cell, seed: int = 0) -> Data:
     def normal(lens: list[int]) -> Tensor:
         return torch.randn(sum(lens), cell.heads, cell.dim, device="cuda", dtype=torch.bfloat16, generator=values)
 
-    offsets = [torch.tensor([0, *x]).cumsum(0).cuda() for x in (q_lens, k_lens)]
+    offsets: list[Any] = [torch.tensor([0, *x]).cumsum(0).cuda() for x in (q_lens, k_lens)]
+    if cell.shared:
+        offsets[0] = None
     spec = AttentionSpec(
         *offsets, max(q_lens), max(k_lens), SCALE, cell.causal, False, cell.window, None, None, 0.0, None,
         activations=(cell.act,), block_size=cell.block,
     )  # fmt: skip
-    return Data(normal(q_lens), normal(k_lens), normal(k_lens), normal(q_lens), spec, q_lens, k_lens)
+    q = normal(q_lens[:1] if cell.shared else q_lens)
+    return Data(q, normal(k_lens), normal(k_lens), normal(q_lens), spec, q_lens, k_lens)
 
 
 def pairs(cell: Cell, data: Data) -> int:
@@ -152,7 +158,44 @@ def ours(cell: Cell, data: Data) -> dict[str, dict[str, Run]]:
     }
     if not cell.block:
         found["gemopt-deterministic"] = {"backward": deterministic}
+    if cell.shared:
+        found |= _copied(data) | _unsplit(found["gemopt"])
     return found
+
+
+def _copied(data: Data) -> dict[str, dict[str, Run]]:
+    """A copy of shared queries for every sequence, made and summed beside the same kernels, as a model's `expand` has it."""
+    forward, backward = attention_kernels(data.q)
+
+    def run() -> tuple[Tensor, Tensor]:
+        q, spec = data.spec.spread(data.q)
+        return forward(q, data.k, data.v, spec)
+
+    out, lse = run()
+    q, spec = data.spec.spread(data.q)
+
+    def gradients() -> object:
+        dq, *others = backward(data.dout, q, data.k, data.v, out, lse, spec, False)
+        return data.spec.gathered(dq, data.q), *others
+
+    return {"gemopt-copied": {"forward": run, "backward": gradients}}
+
+
+def _unsplit(ours: dict[str, Run]) -> dict[str, dict[str, Run]]:
+    """The forward without splitting keys; left out where it does not split them, or the kernels are the portable ones."""
+    from gemopt.kernels.gluon import attention as hopper
+
+    split, taken = hopper.split_of, []
+
+    def with_choice(choice: Callable[..., Any]) -> object:
+        hopper.split_of = choice
+        try:
+            return ours["forward"]()
+        finally:
+            hopper.split_of = split
+
+    with_choice(lambda *call: taken.append(split(*call)) or taken[-1])
+    return {"gemopt-unsplit": {"forward": lambda: with_choice(lambda *_: None)}} if any(taken) else {}
 
 
 def _pffn(data: Data, mixed: bool) -> dict[str, dict[str, Run]]:
@@ -185,7 +228,7 @@ def _pffn(data: Data, mixed: bool) -> dict[str, dict[str, Run]]:
 
 def flash(cell: Cell, data: Data) -> dict[str, dict[str, Run]]:
     """torch's varlen attention (FlashAttention 2). Always softmax: for gdpa cells it computes something else."""
-    q, k, v, spec = data.q, data.k, data.v, data.spec
+    (q, spec), k, v = data.spec.spread(data.q), data.k, data.v
     if cell.op != "attention":
         return {}
     if cell.block:
@@ -267,7 +310,8 @@ def flex(cell: Cell, data: Data) -> dict[str, dict[str, Run]]:
         return owner[0][i] == owner[1][j]
 
     mask = torch.compile(create_block_mask)(same, None, None, len(owner[0]), len(owner[1]), device="cuda")
-    q, k, v = (x.transpose(0, 1)[None].contiguous().requires_grad_() for x in (data.q, data.k, data.v))
+    copied, _ = data.spec.spread(data.q)
+    q, k, v = (x.transpose(0, 1)[None].contiguous().requires_grad_() for x in (copied, data.k, data.v))
     dout = data.dout.transpose(0, 1)[None].contiguous()
     compiled = torch.compile(flex_attention)
     out = compiled(q, k, v, block_mask=mask, scale=SCALE)
@@ -352,7 +396,7 @@ def measure(
     ready, captured = {}, []
     for name, run in runs.items():
         # Autograd's backward runs on its forward's stream, which a capture on another would not see.
-        takes_graph = plain and name in ("gemopt", "gemopt-deterministic", "flash-2-varlen")
+        takes_graph = plain and (name.startswith("gemopt") or name == "flash-2-varlen")
         ready[name], as_graph = graphed(run) if takes_graph else (run, False)
         captured += [name] * as_graph
     for name, run in list(ready.items()):
@@ -396,8 +440,9 @@ def run_cell(name: str, cell: Cell, peers: list[Any], milliseconds: float, round
         copy_rate = 2 * 2**30 / middle.pop(COPY) / 1e9
         rate = {who: factor * flops / ms / 1e9 for who, ms in middle.items()}
         rate[CUBLAS] = 2 * 8192**3 / middle[CUBLAS] / 1e9
-        queries, keys = data.q.numel() * (4 if cell.op == "pffn-mixed" else 2), data.k.numel() * 2
-        bytes_ = (2 * queries + 2 * keys) if direction == "forward" else (3 * queries + 4 * keys)
+        width = 4 if cell.op == "pffn-mixed" else 2
+        queries, outputs, keys = data.q.numel() * width, data.dout.numel() * width, data.k.numel() * 2
+        bytes_ = queries + outputs + 2 * keys if direction == "forward" else 2 * queries + outputs + 4 * keys
         for who, ms in middle.items():
             speed = f"{ms:9.3f} ms {rate[who]:7.1f} TFLOP/s {rate[who] / rate[CUBLAS]:5.2f} of cuBLAS"
             print(f"{name:20} {direction:9} {who:28} {speed} {bytes_ / ms / 1e9:5.2f} TB/s", flush=True)

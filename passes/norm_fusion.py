@@ -248,6 +248,8 @@ def _from_attention(gdpa: fx.Node, values: Values) -> Block | Near | None:
 def _refusal(gdpa: fx.Node, out: fx.Node, first: Norm, second: Norm) -> Near | None:
     if first.eps is None or first.eps <= 0 or (second.eps is not None and second.eps <= 0):
         return Near(out, f"the norms of the block have eps {first.eps} and {second.eps}; both must be positive")
+    if gdpa.args[3] is None:
+        return Near(out, "the queries of the block are the same for all sequences")
     if set(gdpa.kwargs) - _PLAIN_GDPA:
         extra = ", ".join(sorted(set(gdpa.kwargs) - _PLAIN_GDPA))
         return Near(out, f"the attention of the block has {extra}")

@@ -2,8 +2,8 @@
 
 The row axis of an operand is a row set (packed) or all positions of all sequences (whole); the head axis holds the batch
 axes that do not tell sequences apart, those of the keys first, so that query head ``h`` reads key head ``h // share``.
-An operand without an axis (learned queries, a key head that serves several query heads) is repeated along it, except that
-the ops take fewer key heads as they are.
+An operand without an axis (a key head that serves several query heads) is repeated along it, except that the ops take fewer
+key heads as they are, and queries without an axis of sequences (learned seeds, also behind an ``expand``) as shared by all.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import fx
 
 from gemopt import ops
 from gemopt.graph.attention import LEAK, Joined, Site, atoms, score_slots
+from gemopt.graph.copies import owned, through_copies
 from gemopt.graph.layout import Side, Sides
 from gemopt.graph.prologue import TermWriter
 from gemopt.graph.slots import Exprs, Info, expr_of, is_tensor
@@ -67,11 +68,14 @@ class _Attention:
         self.heads = shared + [h for h in heads if h not in shared]
         either = any(h in o for o in owned for h in heads if h not in shared)
         self.kv_heads = self.heads if either else shared
+        self.shared = False
         self.dtype = torch.promote_types(site.score_dtype, site.out.meta["val"].dtype)
 
     def write(self) -> fx.Node:
         site, e = self.site, self.e
-        q = self._rows(site.q, site.q_exprs, self.queries, self.heads, always=True)
+        shared = self._shared_queries()
+        self.shared = shared is not None
+        q = shared if shared is not None else self._rows(site.q, site.q_exprs, self.queries, self.heads, always=True)
         for factor in site.q_factors:
             q = self._times(q, factor)
         k = self._rows(site.k, site.k_exprs, self.keys, self.kv_heads, always=True)
@@ -126,6 +130,28 @@ class _Attention:
         if side.set.full:
             return whole
         return e.call(ops.pack, whole, e.extras.index(side.set))
+
+    def _shared_queries(self) -> fx.Node | None:
+        """``[queries, heads, features]`` where all sequences have the same; None where they do not, or it is not known.
+
+        The copies that are looked through are views of one region, of storage that nobody writes to.
+        """
+        e, site = self.e, self.site
+        if not self.queries.set.full or self.block is not None or site.q_factors or not self.sequences:
+            return None
+        x, exprs = through_copies(site.q, site.q_exprs, e.known, site.sizes)
+        own = owned(exprs, site.sizes)
+        if own is None or not set(own).isdisjoint(self.sequences):
+            return None
+        at = site.q
+        while at is not x:
+            if at in e.known.tainted or e.regions.get(at) != e.regions.get(site.out):
+                return None
+            at = e.known.info(at).accesses[0].operand
+        if x in e.known.tainted:
+            return None
+        info, queries = e.known.info(x), [] if site.query is None else [site.query]
+        return self._grouped(e.padded(x), all_units(info), info, exprs, [queries, self.heads], True, 0)
 
     def _grouped(
         self, tensor: fx.Node, units: Sequence[Unit], info: Info, exprs: Exprs, groups: Sequence[Group], always: bool,
@@ -197,7 +223,7 @@ class _Attention:
         if self.block is not None:
             return [*(e.extras.blocks(s.set, self.block) for s in (self.queries, self.keys)), self.block, self.block]
         return [
-            self._offsets(self.queries), self._offsets(self.keys),
+            None if self.shared else self._offsets(self.queries), self._offsets(self.keys),
             e.sizes[self.queries.set.sizes[-1]], e.sizes[self.keys.set.sizes[-1]],
         ]  # fmt: skip
 

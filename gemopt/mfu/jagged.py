@@ -61,7 +61,9 @@ def attention_flops(args: Sequence[Any]) -> tuple[float, str]:
 
 def visible_pairs(spec: AttentionSpec) -> int:
     """Query-key pairs that offsets, causal order, window and blocks leave, positions being row numbers."""
-    q_ends, k_ends = spec.q_offsets.long(), spec.k_offsets.long()
+    k_ends = spec.k_offsets.long()
+    shared = torch.arange(len(k_ends), device=k_ends.device) * spec.max_q
+    q_ends = shared if spec.q_offsets is None else spec.q_offsets.long()
     q_len, k_len = q_ends.diff(), k_ends.diff()
     sequence = torch.repeat_interleave(torch.arange(len(q_len), device=q_len.device), q_len)
     row = torch.arange(len(sequence), device=q_len.device) - q_ends[sequence]

@@ -11,6 +11,7 @@ softmax the forward also returns the log of the denominator, from which the back
 """
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from gemopt.ops.define import op
 from gemopt.ops.dispatch import attention_kernels
 
 _SPEC_SCHEMA = (
-    "Tensor q_offsets, Tensor k_offsets, SymInt max_q, SymInt max_k, float scale, bool causal, bool bottom_right, "
+    "Tensor? q_offsets, Tensor k_offsets, SymInt max_q, SymInt max_k, float scale, bool causal, bool bottom_right, "
     "int window_left, int window_right, Tensor? q_positions, Tensor? k_positions, float dropout_p, Tensor? seed, "
     "Tensor? bias, Tensor? mask, str activations, float post_scale, int block_size"
 )
@@ -72,7 +73,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, Ten
 
 @_attention.fake
 def _(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-    rows, heads, _ = q.shape
+    rows, heads = _spec(args).out_rows(q), q.shape[1]
     lse_rows = rows if args[_ACTIVATIONS] == SOFTMAX else 0
     return q.new_empty((rows, heads, v.shape[2])), q.new_empty((lse_rows, heads), dtype=_lse_dtype(q))
 
@@ -137,6 +138,8 @@ _attention_backward.autograd(_no_double_backward, None)
 def attend(op: str, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
     """Check the arguments in the name of the public function `op`, then call the op: `[Tq, H, Dv]`."""
     check_call(op, q, k, v, spec)
+    if spec.shared:
+        spec = replace(spec, max_q=q.shape[0])
     out, _ = _attention(
         q,
         k,
@@ -175,7 +178,7 @@ def jagged_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    q_offsets: Tensor,
+    q_offsets: Tensor | None,
     k_offsets: Tensor,
     max_q: int,
     max_k: int,
@@ -199,6 +202,9 @@ def jagged_attention(
         v: `[Tk, Hkv, Dv]`.
         q_offsets, k_offsets: int32 or int64 `[B + 1]`, from 0, not decreasing; sequence b owns rows
             `offsets[b] : offsets[b + 1]`. Rows after the last offset belong to nobody: output and gradient 0.
+            q_offsets None: all rows of q, and `q_positions`, serve every sequence. The output is then `[B * Tq, H, Dv]`,
+            sequence by sequence; the gradient of q is summed over the sequences in fp32 (fp64 for fp64), in a fixed order
+            under `torch.use_deterministic_algorithms`. max_q is not looked at. Dropout differs between sequences.
         max_q, max_k: bounds on the lengths, from padded shapes. They size launches; a longer sequence is still right.
         scale: factor of QKᵀ; default `1 / sqrt(D)`.
         causal: query i sees key j only if `pos(j) <= pos(i)`.

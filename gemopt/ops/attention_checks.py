@@ -36,7 +36,7 @@ def check_sizes(op: str, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -
             raise ValueError(f"{op}: {name} has {pos.shape[0]} rows but {of} has {rows.shape[0]}")
     for name, table in (("bias", spec.bias), ("mask", spec.mask)):
         if table is not None:
-            _check_table_sizes(op, name, table, spec.q_offsets.shape[0] - 1, heads)
+            _check_table_sizes(op, name, table, spec.batch, heads)
 
 
 def _check_packed(op: str, q: Tensor, k: Tensor, v: Tensor, mixed: bool) -> None:
@@ -64,7 +64,10 @@ def _check_indices(op: str, q: Tensor, spec: AttentionSpec) -> None:
             check_index(op, name, index)
             check_same_device(op, name, index, "q", q)
     q_offsets, k_offsets = spec.q_offsets, spec.k_offsets
-    if not same_size(q_offsets.shape[0], k_offsets.shape[0]):
+    if q_offsets is None:
+        elements = k_offsets.shape[0]
+        check(type(elements) is not int or elements > 0, f"{op}: k_offsets must have at least one element, got 0")
+    elif not same_size(q_offsets.shape[0], k_offsets.shape[0]):
         raise ValueError(f"{op}: q_offsets has {q_offsets.shape[0]} elements but k_offsets has {k_offsets.shape[0]}")
 
 

@@ -22,7 +22,7 @@ def gdpa(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    q_offsets: Tensor,
+    q_offsets: Tensor | None,
     k_offsets: Tensor,
     max_q: int,
     max_k: int,

@@ -95,7 +95,7 @@ def _attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    q_offsets: Tensor,
+    q_offsets: Tensor | None,
     k_offsets: Tensor,
     weigh: Callable[[Tensor, Tensor], Tensor],
     *,
@@ -112,6 +112,11 @@ def _attention(
 ) -> Tensor:
     """One sequence after the other; `weigh(scores, seen)` makes weights of both, `[H, Lq, Lk]`."""
     heads, groups = q.shape[1], q.shape[1] // k.shape[1]
+    if q_offsets is None:
+        batch = k_offsets.shape[0] - 1
+        q_offsets = torch.tensor([b * q.shape[0] for b in range(batch + 1)])
+        q = torch.cat([q] * batch) if batch else q[:0]
+        q_positions = None if q_positions is None else torch.cat([q_positions] * batch) if batch else q_positions[:0]
     qo, ko = q_offsets.tolist(), k_offsets.tolist()
     outs = []
     for b in range(len(qo) - 1):
@@ -146,7 +151,7 @@ def jagged_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    q_offsets: Tensor,
+    q_offsets: Tensor | None,
     k_offsets: Tensor,
     max_q: int = 0,
     max_k: int = 0,
@@ -187,7 +192,7 @@ def gdpa(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    q_offsets: Tensor,
+    q_offsets: Tensor | None,
     k_offsets: Tensor,
     max_q: int = 0,
     max_k: int = 0,

@@ -11,10 +11,11 @@ from torch import fx
 
 from gemopt.graph import terms as t
 from gemopt.graph.attention import additive_mask
+from gemopt.graph.copies import compose
 from gemopt.graph.facts import Analysis
 from gemopt.graph.slots import Exprs, argument, op_name
 from gemopt.graph.terms import Term
-from gemopt.passes.recognise.walk import compose, is_transparent, maskings, renamed
+from gemopt.passes.recognise.walk import is_transparent, maskings, renamed
 
 _MOST_SUMMANDS = 8
 Summand = tuple[fx.Node, Exprs]

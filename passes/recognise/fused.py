@@ -8,13 +8,14 @@ from torch import fx
 
 from gemopt.graph import terms as t
 from gemopt.graph.attention import Joined, Site
+from gemopt.graph.copies import owned, through_copies
 from gemopt.graph.facts import HIDING_FILL, Analysis
 from gemopt.graph.slots import Exprs, Info, NotUnderstood, argument, broadcast, op_name
 from gemopt.graph.terms import Term
 from gemopt.passes.recognise.added import over_scores, read_added
-from gemopt.passes.recognise.products import through_copies, widths
+from gemopt.passes.recognise.products import widths
 from gemopt.passes.recognise.scores import check_fill
-from gemopt.passes.recognise.walk import MASK_HINT, NoMatch, owned
+from gemopt.passes.recognise.walk import MASK_HINT, NoMatch
 
 
 def fused_site(node: fx.Node, known: Analysis) -> Site:

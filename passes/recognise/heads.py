@@ -14,8 +14,9 @@ from torch import fx
 
 from gemopt.graph import terms as t
 from gemopt.graph.attention import LEAK, ByHead
+from gemopt.graph.copies import compose, owned
 from gemopt.graph.slots import Access, Exprs, argument, op_name, shape_of
-from gemopt.passes.recognise.walk import NoMatch, Walk, compose, owned
+from gemopt.passes.recognise.walk import NoMatch, Walk
 
 _PARTS = ("slice", "select")
 Step = Callable[[Walk], bool]

@@ -11,10 +11,11 @@ from torch import fx
 from gemopt.graph import terms as t
 from gemopt.graph.accesses.contractions import contracts_pairs
 from gemopt.graph.attention import Joined, Site, split_mask
+from gemopt.graph.copies import compose, owned, through_copies
 from gemopt.graph.facts import Analysis
 from gemopt.graph.slots import Access, Exprs, Info, argument, is_tensor, op_name
 from gemopt.passes.recognise.scores import check_fill, join_added, step_scores
-from gemopt.passes.recognise.walk import NoMatch, Walk, compose, owned, slots_of
+from gemopt.passes.recognise.walk import NoMatch, Walk, slots_of
 from gemopt.passes.recognise.weights import ACTIVATIONS, step_weights
 
 _LONGEST_WALK = 40
@@ -312,29 +313,6 @@ def widths(q_exprs: Exprs, q: Info, out_slots: tuple[int | None, ...], out: Info
     """head_dim of queries plus that of values."""
     query = sympy.prod([n for e, n in zip(q_exprs, q.sizes, strict=True) if e is None])
     return query + sympy.prod([n for s, n in zip(out_slots, out.sizes, strict=True) if s is None])
-
-
-def through_copies(node: fx.Node, exprs: Exprs, known: Analysis, sizes: tuple[sympy.Expr, ...]) -> tuple[fx.Node, Exprs]:
-    """Look through ``expand`` and ``repeat_interleave``: a key head that serves several query heads is stored once."""
-    best = node, exprs
-    at, over = node, exprs
-    while known.info(at).kind in ("view", "expand", "repeat") or op_name(at) in ("aten.clone", "aten.contiguous"):
-        access = known.info(at).accesses[0]
-        inner = compose(access, over)
-        if not _keeps_features(access, over, known.info(at).sizes):
-            break
-        if owned(inner, sizes) is None or sum(e is None for e in inner) != sum(e is None for e in exprs):
-            break
-        at, over = access.operand, inner
-        if len(owned(over, sizes) or ()) < len(owned(best[1], sizes) or ()):
-            best = at, over
-    return best
-
-
-def _keeps_features(access: Access, over: Exprs, sizes: tuple[sympy.Expr, ...]) -> bool:
-    """Whether the features of what ``access`` reads are those of its result, in one order, and no slot holds heads too."""
-    before = [e for e in access.exprs if e is not None and any(over[s] is None for s in e.slots)]
-    return before == [t.slot(s) for s, e in enumerate(over) if e is None and sizes[s] != 1]
 
 
 def _query_axis(own: frozenset[int], mask: t.Term, key: int, sizes: tuple[sympy.Expr, ...]) -> int | None:

@@ -14,12 +14,13 @@ from torch import fx
 
 from gemopt.graph import terms as t
 from gemopt.graph.attention import Joined, activate, additive_mask
+from gemopt.graph.copies import owned
 from gemopt.graph.facts import HIDING_FILL, Analysis, constants
 from gemopt.graph.slots import argument, is_tensor, op_name
 from gemopt.graph.terms import Term
 from gemopt.graph.values import lift
 from gemopt.passes.recognise.added import over_scores, read_added
-from gemopt.passes.recognise.walk import MASK_HINT, NoMatch, Walk, is_binary, maskings, owned, slots_of
+from gemopt.passes.recognise.walk import MASK_HINT, NoMatch, Walk, is_binary, maskings, slots_of
 
 _BOUNDING = ("aten.clamp", "aten.clamp_min", "aten.clamp_max", "aten.remainder")
 _UNBOUNDED = ("aten.log", "aten.log2", "aten.log10", "aten.reciprocal", "aten.rsqrt")

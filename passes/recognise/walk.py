@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import sympy
@@ -10,7 +9,8 @@ import torch
 from torch import fx
 
 from gemopt.graph import terms as t
-from gemopt.graph.attention import LEAK, ByHead, Joined, atoms
+from gemopt.graph.attention import LEAK, ByHead, Joined
+from gemopt.graph.copies import compose, owned
 from gemopt.graph.facts import Analysis
 from gemopt.graph.slots import Access, Exprs, is_tensor, nodes_in, op_name
 from gemopt.graph.terms import Term
@@ -157,29 +157,6 @@ def renamed(term: Term | None, exprs: Exprs) -> Term | None:
     if term is None or any(exprs[s] is None for s in term.slots):
         return None
     return t.substitute(term, {s: exprs[s] for s in term.slots})  # type: ignore[misc]
-
-
-def compose(access: Access, outer: Exprs) -> Exprs:
-    """Operand slots over the score slots, given the node's own."""
-    composed: list[Term | None] = []
-    for expr in access.exprs:
-        if expr is None or any(outer[s] is None for s in expr.slots):
-            composed.append(None)
-        else:
-            composed.append(t.substitute(expr, {s: outer[s] for s in expr.slots}))  # type: ignore[misc]
-    return tuple(composed)
-
-
-def owned(exprs: Exprs, sizes: Sequence[sympy.Expr]) -> list[int] | None:
-    """The score slots of an operand, each once; None where a slot is something else."""
-    found: list[int] = []
-    for expr in exprs:
-        if expr is not None:
-            parts = atoms(expr, sizes)
-            if parts is None:
-                return None
-            found += parts
-    return found if len(set(found)) == len(found) else None
 
 
 def slots_of(exprs: Exprs) -> frozenset[int]:

@@ -10,10 +10,11 @@ from __future__ import annotations
 from torch import fx
 
 from gemopt.graph import terms as t
+from gemopt.graph.copies import compose
 from gemopt.graph.slots import Access, Exprs, argument, is_tensor, op_name
 from gemopt.graph.terms import Term
 from gemopt.passes.recognise.heads import step_by_head
-from gemopt.passes.recognise.walk import CASTS, MASK_HINT, VIEWS, NoMatch, Walk, compose, is_binary, is_transparent, slots_of
+from gemopt.passes.recognise.walk import CASTS, MASK_HINT, VIEWS, NoMatch, Walk, is_binary, is_transparent, slots_of
 
 _SOFTMAX = ("aten.softmax", "aten._softmax", "aten.special_softmax")
 _LOG_SOFTMAX = ("aten.log_softmax", "aten._log_softmax", "aten.special_log_softmax")

@@ -181,7 +181,13 @@ def test_attention_does_not_spill(row: tuple, capability: int, tmp_path: Path) -
             continue
         blocks: configs.Blocks = getattr(cfg, name)
         constexprs = configs.constants(HEADS, d, dv, spec, blocks, dtype)
-        constexprs.update({"backward_q": {"ADD_DBIAS": spec.bias is not None}, "backward_bias": BIAS_OPTIONS}.get(name, {}))
+        constexprs.update(
+            {
+                "forward": {"SPLIT": False},
+                "backward_q": {"ADD_DBIAS": spec.bias is not None},
+                "backward_bias": BIAS_OPTIONS,
+            }.get(name, {})
+        )
         spilled, report = spilled_bytes(kernel, dtype, constexprs, capability, tmp_path, blocks.warps, blocks.stages)
         assert spilled <= (64 if spec.bias is not None else 0), f"{name}: {report}"
 

@@ -72,12 +72,12 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     yield calls
 
 
-@pytest.fixture(params=["owner", "fused", "two"])
+@pytest.fixture(params=["owner", "fused", "two", "ordered"])
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Every form of the backward, whatever the table says; "owner" has no windows."""
+    """Every form of the backward, whatever the table says; "owner" has no windows and no shared queries."""
 
-    def chosen(shape: table.Shape, *unused: bool) -> str:
-        return "fused" if request.param == "owner" and shape.band else request.param
+    def chosen(shape: table.Shape, deterministic: bool, balanced: bool, few: bool = False, shared: bool = False) -> str:
+        return "fused" if request.param == "owner" and (shape.band or shared) else request.param
 
     monkeypatch.setattr(hopper.table, "backward_form", chosen)
     return request.param
@@ -102,6 +102,14 @@ SOFTMAX_CASES = {
     "no keys": Case((3, 2), (0, 0), d=64, spare=2),
     "no queries": Case((0, 0), (3, 2), d=64, spare=2),
     "many key tiles": Case((70, 700, 300, 0), (700, 300, 64, 40), d=128, spare=70),
+    "shared": Case((70,) * 6, (5, 0, 64, 65, 300, 700), d=128, spare=3, shared=True),
+    "shared, many tiles": Case((200,) * 3, (300, 1, 129), d=64, shared=True),
+    "shared, GQA, one query": Case((1,) * 4, (5, 0, 64, 300), heads=4, kv_heads=2, d=64, shared=True),
+    "shared, bottom right": Case(
+        (70,) * 3, (300, 5, 129), d=128, shared=True, kwargs={"causal": True, "causal_align": "bottom_right"}
+    ),
+    "shared, window": Case((200,) * 3, (300, 5, 129), d=32, spare=1, shared=True, kwargs={"window": (40, 7)}),
+    "shared, no keys": Case((3,) * 2, (0, 0), d=64, shared=True),
     "many key tiles, GQA": Case((70, 700, 300, 0), (700, 300, 64, 40), heads=4, kv_heads=2, d=64, spare=1),
 }
 GDPA_CASES = {
@@ -122,6 +130,16 @@ GDPA_CASES = {
     ),
     "short keys": Case((130, 5, 64), (128, 128, 128), d=128, op="gdpa", kwargs={"activation": "gelu", "scale": 0.1}),
     "head_dim 32": Case(EDGES, d=32, op="gdpa", kwargs={"activation": "gelu_tanh", "scale": 0.2}),
+    "shared": Case((70,) * 4, (5, 0, 64, 300), d=128, op="gdpa", shared=True, kwargs={"activation": "gelu", "scale": 0.1}),
+    "shared, per head": Case(
+        (130,) * 3,
+        (300, 5, 70),
+        d=64,
+        op="gdpa",
+        spare=2,
+        shared=True,
+        kwargs={"activation": ["gelu", "sigmoid"], "scale": 0.2},
+    ),
     "many key tiles": Case(
         (70, 700, 300, 0), (700, 300, 64, 40), d=128, op="gdpa", spare=70, kwargs={"activation": "gelu", "scale": 0.1}
     ),
@@ -154,11 +172,55 @@ def test_gdpa(name: str, dtype: torch.dtype, form: str, taken: list[str]) -> Non
 def test_forward_forms(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups of query tiles whose keys fit the ring (at most 256) and whose keys do not, and consumers in turn."""
     chosen = hopper.launch.ForwardConfig(**FORWARDS[config])
-    monkeypatch.setattr(hopper.table, "forward_config", lambda shape: chosen)
+    monkeypatch.setattr(hopper.table, "forward_config", lambda shape, split=False: None if split else chosen)
     lengths = ((700, 1, 500, 0, 385, 128, 384), (256, 200, 300, 5, 0, 64, 1000))
     for d in (64, 128):
         check(Case(*lengths, d=d, spare=3, op="gdpa", kwargs={"activation": "gelu", "scale": 0.1}), BF16, "cuda")
         check(Case(*lengths, d=d, spare=3), BF16, "cuda")
+
+
+SPLIT_CASES = {
+    "softmax": Case((3, 0, 70, 129, 64), (700, 300, 0, 65, 513), d=128, spare=3),
+    "head_dim 64, GQA": Case((3, 1, 130), (700, 5, 64), heads=4, kv_heads=2, d=64),
+    "shared": Case((32,) * 4, (700, 0, 64, 300), d=128, spare=2, shared=True),
+    "gdpa": Case((3, 0, 70, 129), (700, 300, 0, 65), d=128, op="gdpa", spare=3, kwargs={"activation": "gelu", "scale": 0.1}),
+    "gdpa, per head, shared": Case(
+        (70,) * 3, (700, 0, 65), d=64, op="gdpa", shared=True, kwargs={"activation": ["sigmoid", "gelu"], "scale": 0.2}
+    ),
+}
+
+
+@pytest.fixture
+def combined(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Parts of every combination of split keys."""
+    calls: list[int] = []
+    combine = hopper.combine
+    monkeypatch.setattr(hopper, "combine", lambda partial, *rest: (calls.append(len(partial)), combine(partial, *rest)))
+    return calls
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("step", [64, 192])
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("name", SPLIT_CASES)
+def test_split_keys(name: str, dtype: torch.dtype, step: int, combined: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In more parts than some sequences have keys; the last part has what is left."""
+    monkeypatch.setattr(hopper, "key_parts", lambda *unused: (5, step))
+    check(SPLIT_CASES[name], dtype, "cuda")
+    assert combined and set(combined) == {5}
+
+
+def test_few_queries_over_long_keys_are_split(combined: list[int]) -> None:
+    case = Case((32,) * 2, (9000, 5000), d=128, shared=True)
+    check(case, BF16, "cuda")
+    inputs = draw(case, BF16)
+    first, again = (run(jagged_attention, inputs, BF16, "cuda")["out"] for _ in range(2))
+    assert torch.equal(first, again)
+    assert combined and min(combined) > 8
+    combined.clear()
+    check(Case((32,) * 2, (9000, 5000), d=128, kwargs={"window": (3, -1)}), BF16, "cuda")
+    check(Case((5,) * 200, d=64), BF16, "cuda")
+    assert not combined, "a window, and enough tiles"
 
 
 @pytest.mark.usefixtures("poison")
@@ -203,14 +265,18 @@ def test_blocks(block: int, causal: bool, taken: list[str], monkeypatch: pytest.
     assert taken == ["forward", own, "forward", "backward", "forward", own]
 
 
-@pytest.mark.parametrize("form_of", ["two", "owner", "fused"])
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("form_of", ["two", "owner", "fused", "ordered"])
 @pytest.mark.parametrize("op", ["jagged_attention", "gdpa"])
-def test_reruns_are_equal_bit_by_bit(op: str, form_of: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reruns_are_equal_bit_by_bit(op: str, form_of: str, shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if shared and form_of == "owner":
+        pytest.skip("shared queries have no owner")
     monkeypatch.setattr(hopper.table, "backward_form", lambda *unused: form_of)
     kwargs: dict[str, Any] = {"causal": True} if form_of != "owner" else {}
     if op == "gdpa":
         kwargs = {"activation": "gelu", "scale": 0.1}
-    inputs = draw(Case((700, 0, 300, 64), d=128, op=op, kwargs=kwargs), BF16)
+    lens = ((64,) * 60, tuple(range(0, 1200, 20))) if shared else ((700, 0, 300, 64), None)
+    inputs = draw(Case(*lens, d=128, op=op, shared=shared, kwargs=kwargs), BF16)
     function = gdpa if op == "gdpa" else jagged_attention
     first = run(function, inputs, BF16, "cuda")
     for _ in range(10):
@@ -228,6 +294,18 @@ def test_deterministic_algorithms_choose_the_form_without_atomics(taken: list[st
     finally:
         torch.use_deterministic_algorithms(False)
     assert "run_side" in taken and "run_fused" not in taken
+
+
+def test_deterministic_gradients_of_few_queries(taken: list[str]) -> None:
+    """A sum for each program where that is little memory, one for each sequence where it is not."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        for lens, launches in ((300, ["run_forward", "run_fused"]), (5, ["run_forward", "run_side", "run_side"])):
+            taken.clear()
+            check(Case((9,) * 7, (lens,) * 7, d=64, shared=True), BF16, "cuda")
+            assert taken == launches
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -29,13 +29,15 @@ SHARED_MEMORY = 232_448  # bytes a program may use on sm_90
 # Bytes of spill stores and loads together, all roles. The fused backward keeps 128 accumulators beside two score tiles; its
 # mask adds to that, and so does the forward's at head_dim 256 (40). Measured, it is still the fastest form there. The query
 # side spills under a window with softmax, and is faster than without the shares that make it spill.
-SPILLS = {"forward": 64, "query_side": 64, "key_side": 320, "fused": 1024, "owner": 1024}
+SPILLS = {"forward": 64, "split": 64, "query_side": 64, "key_side": 320, "fused": 1024, "owner": 1024, "ordered": 1024}
 KERNELS = {
     "forward": attention_forward,
+    "split": attention_forward,
     "query_side": attention_backward,
     "key_side": attention_backward,
     "fused": attention_backward_fused,
     "owner": attention_backward_fused,
+    "ordered": attention_backward_fused,
 }
 
 
@@ -48,11 +50,13 @@ def arguments(kernel: str, config: dict[str, Any], d: int, call: launch.Call, dt
     q, k, v, dout = tensors(d, dtype, 4)
     floats = torch.zeros(256, 2, d)
     tiles = TileList(torch.zeros(8, 8, dtype=torch.int32), torch.zeros(1, dtype=torch.int32), 128)
-    if kernel == "forward":
-        return launch.forward_arguments(q, k, v, dout, floats, tiles, call, launch.ForwardConfig(**config))
+    if kernel in ("forward", "split"):
+        partial = torch.zeros(3, 256, 2, d) if kernel == "split" else None
+        return launch.forward_arguments(q, k, v, dout, floats, tiles, call, launch.ForwardConfig(**config), partial)
     cfg = launch.SideConfig(**config)
-    if kernel in ("fused", "owner"):
+    if kernel in ("fused", "owner", "ordered"):
         dq = q if kernel == "owner" else None
+        floats = torch.zeros(4, 256, 2, d) if kernel == "ordered" else floats
         return launch.fused_arguments((k, v), (q, dout), (k, v), floats, dq, floats, tiles, call, cfg)
     key_side = kernel == "key_side"
     x, y = ((k, v), (q, dout)) if key_side else ((q, dout), (k, v))
@@ -62,7 +66,8 @@ def arguments(kernel: str, config: dict[str, Any], d: int, call: launch.Call, dt
 def cases() -> list[Any]:
     """Table rows × head dims × (plain, causal window), each with the heaviest score function it is for.
 
-    Those that are the first of their kernel with a head dim, a score function or a mask run always.
+    Those that are the first of their kernel with a head dim, a score function or a mask run always; of split keys, which
+    differ from the forward in where a result goes, the first alone.
     """
     found = []
     seen: set[tuple[Any, ...]] = set()
@@ -75,6 +80,7 @@ def cases() -> list[Any]:
                 for band in [row["band"]] if "band" in row else [True, False]:
                     name = f"{i}-{kernel}-{d}-{'softmax' if softmax else 'gelu'}{'-band' if band else ''}"
                     shown = {(kernel, "d", d), (kernel, "softmax", softmax), (kernel, "band", band)}
+                    shown = {(kernel,)} if kernel == "split" else shown
                     marks = pytest.mark.slow if shown - seen else sweep
                     seen |= shown
                     found.append(pytest.param(row, d, softmax, band, id=name, marks=marks))
@@ -100,6 +106,38 @@ def test_a_serialised_product_is_seen() -> None:
     call = launch.Call(scores.code("gelu", torch.bfloat16), 0.1)
     found = aot.compile_kernel(attention_forward, arguments("forward", config, 128, call, torch.bfloat16))
     assert found.spilled > SPILLS["forward"] or found.warnings
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("softmax", "band"),
+    [(True, True), *(pytest.param(*case, marks=sweep) for case in ((False, False), (True, False), (False, True)))],
+)
+def test_ordered_form_of_shared_queries_compiles(softmax: bool, band: bool) -> None:
+    row = next(r for r in table.rows() if r["kernel"] == "fused" and r.get("softmax", softmax) == softmax)
+    code = 0 if softmax else scores.code("gelu", torch.bfloat16)
+    call = launch.Call(code, 0.1, left=3 if band else -1, right=0 if band else -1, bottom_right=band, shared_q=True)
+    found = aot.compile_kernel(KERNELS["ordered"], arguments("ordered", row["config"], 128, call, torch.bfloat16))
+    assert found.spilled <= SPILLS["ordered"] and found.shared <= SHARED_MEMORY and not found.warnings
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", ["forward", *(pytest.param(k, marks=sweep) for k in ("fused", "query_side", "key_side"))])
+def test_shared_queries_compile(kernel: str) -> None:
+    row = next(r for r in table.rows() if r["kernel"] == kernel and 128 in r["head_dim"])
+    call = launch.Call(0, 0.1, shared_q=True)
+    found = aot.compile_kernel(KERNELS[kernel], arguments(kernel, row["config"], 128, call, torch.bfloat16))
+    assert found.spilled <= SPILLS[kernel] and found.shared <= SHARED_MEMORY and not found.warnings
+
+
+def test_form_of_the_gradient_of_shared_queries() -> None:
+    for longest in (64, 2048):
+        for softmax in (True, False):
+            shape = table.Shape(128, softmax, False, 192, longest)
+            assert table.backward_form(shape, False, True, shared=True) == "fused"
+            assert table.backward_form(shape, True, True, few=True, shared=True) == "ordered"
+            assert table.backward_form(shape, True, True, shared=True) == "two"
+    assert table.backward_form(table.Shape(128, True, False, 32, 16384), True, False, few=True) == "ordered"
 
 
 def test_table_gives_every_kernel_a_configuration() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-FILES = [["test_triton_attention.py"], ["test_blocks.py", "test_tiles.py"]]
+FILES = [["test_triton_attention.py"], ["test_blocks.py", "test_tiles.py", "test_split.py"]]
 
 
 @pytest.mark.slow

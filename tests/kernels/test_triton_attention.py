@@ -62,10 +62,14 @@ HALF_CASES = [
 ]
 
 
+# What the interpreter leaves to a sweep: forms of these that run by themselves there, and on a GPU.
+ENOUGH_ONCE = ["shared, one sequence", "shared, positions", "shared, bias of sequences, positions", "shared, no keys"]
 HALF_ACTIVATIONS = ("relu2", "gelu")  # all at once below; they are computed in fp32, whatever the dtype of the operands
 
 
-@pytest.mark.parametrize("name", [c for c in CASES if c not in HALF_CASES] if INTERPRETED and not SWEEPING else CASES)
+@pytest.mark.parametrize(
+    "name", [c for c in CASES if c not in (*HALF_CASES, *ENOUGH_ONCE)] if INTERPRETED and not SWEEPING else CASES
+)
 def test_matches_reference(name: str) -> None:
     check(case_of(name), torch.float32, DEVICE)
 

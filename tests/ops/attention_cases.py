@@ -21,6 +21,7 @@ OPS = {
 class Case:
     """One call. `positions` draws random ones; `seed` goes with dropout; `spare` rows follow the last offset.
 
+    shared: the queries serve every sequence; `q_lens` is then their number, once for each sequence.
     bias, mask: which dims of `[B, H, Lq, Lk]` the drawn table has, the others being 1; "" draws none. An "x" among them
     expands the dims that are 1 to their full size instead.
     """
@@ -36,6 +37,7 @@ class Case:
     offsets_dtype: torch.dtype = torch.int64
     bias: str = ""
     mask: str = ""
+    shared: bool = False
     op: str = "jagged_attention"
     kwargs: dict[str, Any] = field(default_factory=dict)
 
@@ -114,6 +116,22 @@ CASES: dict[str, Case] = {
     "mask, positions": Case((14, 9, 1), (16, 12, 3), mask="BHQK", positions="both"),
     "mask and bias, single query": Case((1, 1), (7, 20), mask="HQK", bias="HK", kwargs={"dropout_p": 0.2}),
     "mask and bias, long": Case((150, 7, 131), mask="HQK", bias="HQK", kwargs={"causal": True}),
+    "shared": Case((6,) * 4, (5, 0, 1, 33), shared=True),
+    "shared, one sequence": Case((9,), (20,), shared=True, kwargs={"scale": 0.3}),
+    "shared, one query, GQA": Case((1,) * 3, (7, 20, 0), heads=6, kv_heads=2, dv=8, shared=True),
+    "shared, spare keys, window": Case((40,) * 3, (50, 0, 70), spare=3, shared=True, kwargs={"window": (9, 2)}),
+    "shared, bottom right": Case((4,) * 3, (9, 2, 30), shared=True, kwargs={"causal": True, "causal_align": "bottom_right"}),
+    "shared, positions": Case((14,) * 2, (16, 3), positions="both", shared=True, kwargs={"causal": True}),
+    "shared, bias, mask, dropout": Case(
+        (5,) * 3, (9, 0, 17), bias="HQK", mask="BK", shared=True, heads=4, kv_heads=2, kwargs={"dropout_p": 0.3}
+    ),
+    "shared, bias of sequences, positions": Case((5,) * 2, (9, 17), bias="BQK", positions="q", shared=True),
+    "shared, no keys": Case((3, 3), (0, 0), shared=True, offsets_dtype=torch.int32),
+    "shared, no sequence": Case((), shared=True),
+    "shared, gdpa": Case((6,) * 3, (5, 0, 33), dv=8, shared=True, op="gdpa", kwargs={"activation": "sigmoid"}),
+    "shared, gdpa, per head": Case(
+        (3,) * 3, (9, 17, 2), bias="BHK", shared=True, op="gdpa", kwargs={"activation": ["gelu", "silu"], "dropout_p": 0.2}
+    ),
     "gdpa": Case((5, 1, 16, 33), op="gdpa", kwargs={"activation": "gelu"}),
     "gdpa, causal, both scales": Case(
         (5, 1, 0, 33), op="gdpa", kwargs={"activation": "silu", "scale": 0.4, "post_scale": 0.1, "causal": True}
@@ -161,6 +179,9 @@ def draw(case: Case, dtype: torch.dtype, seed: int = 0) -> Inputs:
     """fp64 values that `dtype` represents exactly, on the CPU."""
     gen = torch.Generator().manual_seed(seed)
     rows_q, rows_k = sum(case.q_lens) + case.spare, sum(case.key_lens) + case.spare
+    rows_out = rows_q
+    if case.shared:
+        rows_q, rows_out = (case.q_lens or (3,))[0], sum(case.q_lens)
     dv = case.d if case.dv is None else case.dv
 
     def normal(*shape: int) -> Tensor:
@@ -181,7 +202,7 @@ def draw(case: Case, dtype: torch.dtype, seed: int = 0) -> Inputs:
     if case.op == "block_attention":
         kwargs.update(offsets=q_offsets, max_seqlen=max_q)
     else:
-        kwargs.update(q_offsets=q_offsets, k_offsets=k_offsets, max_q=max_q, max_k=max_k)
+        kwargs.update(q_offsets=None if case.shared else q_offsets, k_offsets=k_offsets, max_q=max_q, max_k=max_k)
     if case.bias:
         kwargs["bias"] = table(case.bias)
     if case.mask:
@@ -199,7 +220,7 @@ def draw(case: Case, dtype: torch.dtype, seed: int = 0) -> Inputs:
         normal(rows_q, case.heads, case.d),
         normal(rows_k, case.kv_heads, case.d),
         normal(rows_k, case.kv_heads, dv),
-        normal(rows_q, case.heads, dv),
+        normal(rows_out, case.heads, dv),
         kwargs,
     )
 

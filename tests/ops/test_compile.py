@@ -40,8 +40,11 @@ def attention_arguments(grad: bool, dtype: torch.dtype = torch.float32, **change
         "activations": "softmax",
         "post_scale": 1.0,
         "block_size": 0,
-    } | changes
-    return (q, k, v, offsets, offsets, 5, 5, *rest.values())
+    } | {name: value for name, value in changes.items() if name != "shared"}
+    q_offsets = offsets
+    if changes.get("shared"):
+        q, q_offsets = q[:5].detach().requires_grad_(grad), None
+    return (q, k, v, q_offsets, offsets, 5, 5, *rest.values())
 
 
 POSITIONS = torch.arange(8)
@@ -60,6 +63,7 @@ POSITIONS = torch.arange(8)
         {"activations": "gelu"},
         {"activations": "gelu,relu,silu,gelu", "post_scale": 0.3, "bias": torch.randn(3, 1, 5, 5)},
         {"block_size": 2},
+        {"shared": True},
     ],
     ids=lambda options: "-".join(options) or "plain",
 )

@@ -47,7 +47,10 @@ def test_attention(data: st.DataObject) -> None:
     inputs = draw(Case(lengths, heads=4, kv_heads=2, d=8), dtype)
     q, k, v = (x.to(dtype) for x in (inputs.q, inputs.k, inputs.v))
     offsets, causal = inputs.kwargs["q_offsets"], data.draw(st.booleans(), label="causal")
-    spec = (offsets, offsets, longest, longest, 0.5, causal, False, -1, -1, None, None, 0.0, None, bias, mask, score, 1.0, 0)
+    shared = data.draw(st.booleans(), label="shared queries")
+    q = q[:longest] if shared else q
+    options = (0.5, causal, False, -1, -1, None, None, 0.0, None, bias, mask, score, 1.0, 0)
+    spec = (None if shared else offsets, offsets, longest, longest, *options)
     with patch.object(native, "CACHED", data.draw(st.sampled_from((native.CACHED, 0)), label="long from")):
         like_its_fake(attention._attention.overload, (q, k, v, *spec))
         out, lse = attention._attention(q, k, v, *spec)

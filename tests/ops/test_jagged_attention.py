@@ -6,10 +6,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from gemopt.kernels.cpu import native, native_build
 from gemopt.kernels.spec import ACTIVATIONS
-from gemopt.ops import jagged_attention, reference
+from gemopt.ops import gdpa, jagged_attention, reference
 from tests.ops.attention_cases import CASES, Case, assert_close, check, draw, offsets_of, run
 
 
@@ -347,6 +348,8 @@ def _call(**changes: object) -> torch.Tensor:
             "q_positions needs positions 0 to 4",
         ),
         ({"bias": [[0.0]]}, "bias must be a Tensor"),
+        ({"q_offsets": None, "k_offsets": torch.zeros(0, dtype=torch.int64)}, "k_offsets must have at least one element"),
+        ({"q_offsets": None, "q_positions": torch.zeros(10, dtype=torch.int64)}, "q_positions has 10 rows but q has 5"),
     ],
 )
 def test_bad_arguments(changes: dict, message: str) -> None:
@@ -356,3 +359,30 @@ def test_bad_arguments(changes: dict, message: str) -> None:
 
 def test_good_arguments() -> None:
     assert _call().shape == (5, 4, 8)
+    assert _call(q_offsets=None, max_q=0).shape == (10, 4, 8), "max_q is not looked at"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_gradient_of_shared_queries_is_summed_in_fp32(dtype: torch.dtype) -> None:
+    """4,000 equal gradients: a sum in a half type stops growing long before."""
+    batch = 4000
+    q, kv, offsets = torch.ones(1, 1, 4), torch.zeros(batch, 1, 4), torch.arange(batch + 1)
+    q, kv = q.to(dtype).requires_grad_(), kv.to(dtype)
+    kv[:] = torch.tensor([1.0, 0.5, 0.0, -1.0])
+    out = gdpa(q, kv, kv, None, offsets, 1, 1, activation="identity")
+    (grad,) = torch.autograd.grad(out.sum(), q)
+    assert grad.flatten().tolist() == [2000.0, 1000.0, 0.0, -2000.0]  # sum of v, times k
+
+
+def test_shared_queries_in_one_graph_for_all_sizes() -> None:
+    def step(q: torch.Tensor, kv: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        return jagged_attention(q, kv, kv, None, offsets, q.shape[0], kv.shape[0]).square().sum()
+
+    counter = CompileCounterWithBackend("aot_eager")
+    with torch._dynamo.config.patch(specialize_float=True):
+        compiled = torch.compile(step, backend=counter, dynamic=True, fullgraph=True)
+        for rows, lens in ((3, (4, 0, 2)), (5, (1, 7))):
+            q, kv = torch.randn(rows, 2, 8, requires_grad=True), torch.randn(sum(lens), 2, 8, requires_grad=True)
+            grads = [torch.autograd.grad(f(q, kv, offsets_of(lens)), (q, kv)) for f in (step, compiled)]
+            torch.testing.assert_close(*grads)
+    assert counter.frame_count == 1

@@ -100,6 +100,7 @@ def _use_flash(q: Tensor, v: Tensor, spec: AttentionSpec, group: Group) -> bool:
 
 
 def _plan(spec: AttentionSpec, q_rows: int, k_rows: int) -> Plan:
+    assert spec.q_offsets is not None
     dense = not spec.softmax or spec.bias is not None or spec.mask is not None
     return plan(spec.q_offsets, spec.k_offsets, q_rows, k_rows, dense)
 
@@ -117,6 +118,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tenso
 
     A row without a visible key has out 0; its lse means nothing. lse is `[0, H]` unless the weights are a softmax.
     """
+    q, spec = spec.spread(q)
     rows, heads, dtype = q.shape[0], q.shape[1], _compute_dtype(q.dtype)
     spec, its_bounds = _read(spec, rows, k.shape[0])
     if native.serves(q, v, spec, its_bounds):
@@ -181,6 +183,10 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of q, k, v and, if `bias_grad`, of the bias. `out` and `lse` are those of a softmax, else None."""
     dtype = _compute_dtype(q.dtype)
+    if spec.shared:  # each sequence's gradient unrounded
+        wide, spread = spec.spread(q.to(dtype))
+        grads = backward(dout, wide, k, v, out, lse, spread, bias_grad)
+        return spec.gathered(grads[0], q), *grads[1:]
     spec, its_bounds = _read(spec, q.shape[0], k.shape[0])
     if native.serves(q, v, spec, its_bounds):
         assert lse is not None

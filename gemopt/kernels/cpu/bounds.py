@@ -57,6 +57,7 @@ def bounds(spec: AttentionSpec, q_rows: int, k_rows: int) -> Bounds:
     Raises:
         ValueError: offsets that do not start at 0, decrease, pass the rows they index, or disagree in B.
     """
+    assert spec.q_offsets is not None  # shared queries have been spread
     q = _read("q_offsets", spec.q_offsets, q_rows)
     same = spec.k_offsets is spec.q_offsets and q_rows == k_rows
     k = q if same else _read("k_offsets", spec.k_offsets, k_rows)

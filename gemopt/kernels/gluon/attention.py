@@ -4,14 +4,17 @@ Per-head score functions are launched run by run: heads of one function that sta
 tensors, and a launch writes its own heads of the result.
 """
 
+from dataclasses import dataclass
 from itertools import groupby
 
 import torch
+import triton
 from torch import Tensor
 
 from gemopt.kernels.gluon import launch, scores, table
 from gemopt.kernels.gluon.launch import Call
 from gemopt.kernels.spec import SOFTMAX, AttentionSpec
+from gemopt.kernels.triton.split import combine, key_parts
 from gemopt.kernels.triton.tiles import sequence_list, tile_list
 
 MAX_ROWS = 1 << 30  # of a ragged descriptor
@@ -48,10 +51,10 @@ def _unsupported_form(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> s
 def _unsupported_shape(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, backward: bool) -> str | None:
     if q.shape[2] != v.shape[2]:
         return f"needs equal head dims, got {q.shape[2]} and {v.shape[2]}"
-    if 0 in q.shape or 0 in k.shape or spec.q_offsets.shape[0] < 2:
+    if 0 in q.shape or 0 in k.shape or spec.batch < 1:
         return "needs rows and sequences"
-    if max(q.shape[0], k.shape[0]) >= MAX_ROWS:
-        return f"needs fewer than 2^30 rows, got {max(q.shape[0], k.shape[0])}"
+    if max(spec.out_rows(q), k.shape[0]) >= MAX_ROWS:
+        return f"needs fewer than 2^30 rows, got {max(spec.out_rows(q), k.shape[0])}"
     shape = shape_of(q, spec)
     if table.forward_config(shape) is None or (backward and table.backward_form(shape, False, False) is None):
         return f"has no configuration for {shape}"
@@ -82,23 +85,56 @@ def call_of(name: str, spec: AttentionSpec, dtype: torch.dtype, add_q: bool = Fa
     if spec.causal:
         right = 0
     post_scale = 1.0 if name == SOFTMAX else spec.post_scale
-    return Call(scores.code(name, dtype), spec.scale, post_scale, left, right, spec.bottom_right, add_q)
+    return Call(scores.code(name, dtype), spec.scale, post_scale, left, right, spec.bottom_right, add_q, spec.shared)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, add_q: bool = False) -> tuple[Tensor, Tensor]:
     """out `[Tq, H, D]`, lse fp32 `[Tq, H]` (`[0, H]` unless softmax). Ask `refusal` first. add_q: out + q instead."""
     q, k, v = (launch.rows_of(x) for x in (q, k, v))
-    heads, sharing = q.shape[1], q.shape[1] // k.shape[1]
-    cfg = table.forward_config(shape_of(q, spec))
+    heads, sharing, rows = q.shape[1], q.shape[1] // k.shape[1], spec.out_rows(q)
+    split = None if add_q else split_of(q, k, spec)
+    cfg = table.forward_config(shape_of(q, spec)) if split is None else split.cfg
     assert cfg is not None
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty((q.shape[0] if spec.softmax else 0, heads), dtype=torch.float32, device=q.device)
-    tiles = tile_list(spec.q_offsets, spec.k_offsets, q.shape[0], cfg.parts * launch.M * cfg.group)
+    out = torch.empty((rows, *q.shape[1:]), dtype=q.dtype, device=q.device)
+    lse = torch.empty((rows if spec.softmax else 0, heads), dtype=torch.float32, device=q.device)
+    parts = (1, 0) if split is None else (split.parts, split.step)
+    tiles = tile_list(_queries(q, spec), spec.k_offsets, rows, cfg.parts * launch.M * cfg.group, split=parts)
     for name, first, size in runs(spec, heads):
         own, shared = slice(first, first + size), slice(first // sharing, (first + size) // sharing)
+        arguments = (q[:, own], k[:, shared], v[:, shared], out[:, own])
         call = call_of(name, spec, q.dtype, add_q)
-        launch.run_forward(q[:, own], k[:, shared], v[:, shared], out[:, own], lse, tiles, call, cfg)
+        if split is None:
+            launch.run_forward(*arguments, lse, tiles, call, cfg)
+            continue
+        partial = torch.empty((split.parts, rows, size, q.shape[2]), dtype=torch.float32, device=q.device)
+        part_lse = torch.empty((split.parts, *lse.shape), dtype=torch.float32, device=q.device)
+        launch.run_forward(*arguments, part_lse, tiles, call, cfg, partial)
+        combine(partial, part_lse, out[:, own], lse, spec.softmax)
     return out, lse
+
+
+@dataclass(frozen=True)
+class Split:
+    """Each sequence's keys in `parts` parts of `step` keys."""
+
+    parts: int
+    step: int
+    cfg: launch.ForwardConfig
+
+
+def split_of(q: Tensor, k: Tensor, spec: AttentionSpec) -> Split | None:
+    """How the keys are split among programs; None: they are not."""
+    cfg = table.forward_config(shape_of(q, spec), split=True)
+    if cfg is None or spec.masked:
+        return None
+    tiles = spec.batch * q.shape[1] * triton.cdiv(spec.max_q, cfg.parts * launch.M * cfg.group)
+    parts, step = key_parts(tiles, min(spec.max_k, k.shape[0]), launch.programs(q.device.index or 0), cfg.keys)
+    return Split(parts, step, cfg) if parts > 1 else None
+
+
+def _queries(q: Tensor, spec: AttentionSpec) -> Tensor | int:
+    """What a tile list knows of the queries."""
+    return q.shape[0] if spec.q_offsets is None else spec.q_offsets
 
 
 def backward(
@@ -118,9 +154,11 @@ def backward(
     dout, q, k, v = (launch.rows_of(x) for x in (dout, q, k, v))
     heads, sharing = q.shape[1], q.shape[1] // k.shape[1]
     shape = shape_of(q, spec)
-    form = table.backward_form(shape, torch.are_deterministic_algorithms_enabled(), balanced(q, k, spec))
+    form = form_of(q, k, spec, shape, add_q)
     grads = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     dq = grads[0]
+    if spec.shared and form == "two":  # one for each sequence
+        dq = torch.empty(dout.shape, dtype=q.dtype, device=q.device)
     stats = dout  # a pointer that nobody reads, unless softmax
     if spec.softmax:
         assert out is not None and lse is not None
@@ -128,11 +166,15 @@ def backward(
     sums = dq  # fp32 where dQ is summed in memory
     if form == "owner":
         sums = torch.empty(q.shape, dtype=torch.float32, device=q.device)
+        assert spec.q_offsets is not None
         q_tiles = k_tiles = sequence_list(spec.k_offsets, spec.q_offsets, k.shape[0], q.shape[0])
     else:
-        q_tiles = k_tiles = tile_list(spec.k_offsets, spec.q_offsets, k.shape[0], 2 * launch.M)
+        q_tiles = k_tiles = tile_list(spec.k_offsets, _queries(q, spec), k.shape[0], 2 * launch.M)
         if form == "two":
-            q_tiles = tile_list(spec.q_offsets, spec.k_offsets, q.shape[0], 2 * launch.M)
+            q_tiles = tile_list(_queries(q, spec), spec.k_offsets, dout.shape[0], 2 * launch.M)
+        elif form == "ordered":
+            shaped = (launch.programs(q.device.index or 0), *q.shape)
+            sums = torch.zeros(shaped, dtype=torch.float32, device=q.device)
         else:
             sums = dout.float() if add_q else torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     for name, first, size in runs(spec, heads):
@@ -145,16 +187,32 @@ def backward(
             launch.run_side(x, y, dkdv, stats, k_tiles, call, _side("key_side", shape), True)
         else:
             target = dq[:, own] if form == "owner" else None
-            launch.run_fused(x, y, dkdv, sums[:, own], target, stats, k_tiles, call, _side("fused", shape))
-    return (sums.to(q.dtype) if form == "fused" else dq), grads[1], grads[2]
+            launch.run_fused(x, y, dkdv, sums[..., own, :], target, stats, k_tiles, call, _side("fused", shape))
+    if form in ("fused", "ordered"):
+        dq = (sums.sum(0) if form == "ordered" else sums).to(q.dtype)
+    elif spec.shared:
+        dq = spec.gathered(dq, q)
+    return dq, grads[1], grads[2]
+
+
+def form_of(q: Tensor, k: Tensor, spec: AttentionSpec, shape: table.Shape, add_q: bool) -> str:
+    """ "owner", "fused", "two", or "ordered": the fused form with a sum of dQ for each program, made in order.
+
+    The gradient of shared queries is one sum for all sequences, which the fused forms make in place.
+    """
+    few = launch.programs(q.device.index or 0) * q.shape[0] <= k.shape[0] and not add_q  # sums take no more than keys do
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    form = table.backward_form(shape, deterministic, balanced(q, k, spec), few, spec.shared)
+    assert form is not None
+    return form
 
 
 def balanced(q: Tensor, k: Tensor, spec: AttentionSpec) -> bool:
     """Whether whole sequences are fine enough a division of the work: at least four a program, the longest at most a quarter
     of a program's share. Sums of products are not known here; the product of mean lengths stands in for their mean."""
-    sequences = spec.q_offsets.shape[0] - 1
+    sequences = spec.batch
     rounds = sequences * k.shape[1] / launch.programs(q.device.index or 0)
-    mean = q.shape[0] * k.shape[0] / max(sequences, 1) ** 2
+    mean = spec.out_rows(q) * k.shape[0] / max(sequences, 1) ** 2
     return rounds >= 4 and spec.max_q * spec.max_k <= rounds * mean / 4
 
 

@@ -97,9 +97,9 @@ def weights_and_slopes(s, x, y, x_len, y_len, scale, prescale, band, ACT: gl.con
 @gluon.jit
 def produce(
     x1_desc, x2_desc, y1_desc, y2_desc, x1, x2, y1, y2, columns, stats, q_rows, tiles, count, heads, sharing, band,
-    KEY_SIDE: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, ACT: gl.constexpr,
+    KEY_SIDE: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, ACT: gl.constexpr, SHARED_Q: gl.constexpr,
 ):  # fmt: skip
-    """The copying warp. `heads` are those of x; y has `sharing` times as many on the key side, as many fewer else."""
+    """The copying warp. SHARED_Q: all sequences read the first rows of Q. `heads` are those of x; y has `sharing` times as many on the key side, as many fewer else."""
     ROWS_Y: gl.constexpr = y1_desc.block_type.shape[2]
     groups = sharing if KEY_SIDE else sharing * 0 + 1
     item = 0
@@ -107,14 +107,21 @@ def produce(
     for t in range(gl.program_id(0), gl.load(count) * heads, gl.num_programs(0)):
         head = t % heads
         first, x_start, x_len, y_start, y_len = load_tile(tiles, t // heads)
-        x1.load(x1_desc, turn, x_start, x_len, first, head * D)
+        x1_start = x_start
+        y1_start = y_start
+        if SHARED_Q:
+            if KEY_SIDE:
+                y1_start = y_start * 0
+            else:
+                x1_start = x_start * 0
+        x1.load(x1_desc, turn, x1_start, x_len, first, head * D)
         x2.load(x2_desc, turn, x_start, x_len, first, head * DV)
         turn += 1
         low, n = band.span(first, x1.PARTS * M, x_len, y_len, ROWS_Y)
         for step in range(n * groups):
             y_head = head * sharing + step // n if KEY_SIDE else head // sharing
             row = low + (step % n) * ROWS_Y
-            y1.load(y1_desc, item, y_start, y_len, row, y_head * D)
+            y1.load(y1_desc, item, y1_start, y_len, row, y_head * D)
             y2.load(y2_desc, item, y_start, y_len, row, y_head * DV)
             if KEY_SIDE and ACT == SOFTMAX:
                 lse = stats + y_head.to(gl.int64) * q_rows + y_start
@@ -322,6 +329,7 @@ def attention_backward(
     ds_scale,
     dv_scale,
     KEY_SIDE: gl.constexpr,
+    SHARED_Q: gl.constexpr,
     D: gl.constexpr,
     DV: gl.constexpr,
     ACT: gl.constexpr,
@@ -352,12 +360,12 @@ def attention_backward(
         gl.warp_specialize([
             (key_side, (gl.constexpr(0), d1_desc, d2_desc, x1, x2, y1, y2, columns, tiles, count, heads, sharing, scale, prescale, ds_scale, dv_scale, band, D, DV, ACT, EARLY_WAIT)),
             (key_side, (gl.constexpr(1), d1_desc, d2_desc, x1, x2, y1, y2, columns, tiles, count, heads, sharing, scale, prescale, ds_scale, dv_scale, band, D, DV, ACT, EARLY_WAIT)),
-            (produce, (x1_desc, x2_desc, y1_desc, y2_desc, x1, x2, y1, y2, columns, stats, q_rows, tiles, count, heads, sharing, band, KEY_SIDE, D, DV, ACT)),
+            (produce, (x1_desc, x2_desc, y1_desc, y2_desc, x1, x2, y1, y2, columns, stats, q_rows, tiles, count, heads, sharing, band, KEY_SIDE, D, DV, ACT, SHARED_Q)),
         ], [4, 1], [REGISTERS, 24])
     else:
         gl.warp_specialize([
             (query_side, (gl.constexpr(0), d1_desc, stats, q_rows, x1, x2, y1, y2, tiles, count, heads, sharing, scale, prescale, ds_scale, band, D, ACT, ADD, EARLY_WAIT)),
             (query_side, (gl.constexpr(1), d1_desc, stats, q_rows, x1, x2, y1, y2, tiles, count, heads, sharing, scale, prescale, ds_scale, band, D, ACT, ADD, EARLY_WAIT)),
-            (produce, (x1_desc, x2_desc, y1_desc, y2_desc, x1, x2, y1, y2, columns, stats, q_rows, tiles, count, heads, sharing, band, KEY_SIDE, D, DV, ACT)),
+            (produce, (x1_desc, x2_desc, y1_desc, y2_desc, x1, x2, y1, y2, columns, stats, q_rows, tiles, count, heads, sharing, band, KEY_SIDE, D, DV, ACT, SHARED_Q)),
         ], [4, 1], [REGISTERS, 24])
     # fmt: on

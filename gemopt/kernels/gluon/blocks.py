@@ -195,7 +195,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v. Ask `refusal` first, and that of `triton.block_attention` before it."""
     dout, q, k, v = (launch.rows_of(x) for x in (dout, q, k, v))
-    tiles = tile_list(spec.q_offsets, spec.q_offsets, q.shape[0], spec.block_size, in_order=True)
+    tiles = tile_list(spec.k_offsets, spec.k_offsets, q.shape[0], spec.block_size, in_order=True)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     arguments = backward_arguments(dout, q, k, v, lse, (dq, dk, dv), spec, tiles.records, tiles.count)
     block_backward[(launch.programs(q.device.index or 0),)](**arguments)

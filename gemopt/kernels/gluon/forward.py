@@ -12,6 +12,9 @@ score function is applied to the newer scores. The output is staged in the query
 A work item is GROUP consecutive query tiles of one sequence. Where its keys fit the ring (at most STAGES tiles, as in a PFFN),
 they are loaded once and stay for all of them: consumers release them in the last one. Under a window or causal mask each
 consumer walks over the keys that its own 64 queries see, and lets the tile's others pass.
+SHARED_Q: the same queries serve every sequence; they are read from the first rows of q, and nobody copies them.
+SPLIT: a tile sees a part of its sequence's keys (`tiles.key_parts`) and leaves its output, in fp32, and its log-sum in rows
+of its own, to be put together by `split.combine`.
 FLOPs 4·H·D·Σ q_i·k_i; bytes: q, k, v and out once, k and v again for every further query tile (from L2 as a rule).
 """
 
@@ -27,6 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from gemopt.kernels.gluon.parts import (
     Band,
     as_matrix,
+    load_part,
     load_tile,
     new_ring,
     skip_items,
@@ -48,7 +52,7 @@ def query_tiles(first, q_len, ROWS_Q: gl.constexpr, GROUP: gl.constexpr):
 @gluon.jit
 def produce(
     q_desc, k_desc, v_desc, q, k, v, tiles, count, heads, sharing, band,
-    D: gl.constexpr, DV: gl.constexpr, GROUP: gl.constexpr,
+    D: gl.constexpr, DV: gl.constexpr, GROUP: gl.constexpr, SHARED_Q: gl.constexpr,
 ):  # fmt: skip
     """The copying warp: the queries of each tile, then its keys and values, unless they are there already."""
     ROWS_K: gl.constexpr = k_desc.block_type.shape[2]
@@ -57,6 +61,8 @@ def produce(
     for t in range(gl.program_id(0), gl.load(count) * heads, gl.num_programs(0)):
         head = t % heads
         first, q_start, q_len, k_start, k_len = load_tile(tiles, t // heads)
+        if SHARED_Q:
+            q_start = q_start * 0
         low, n = band.span(first, q.PARTS * M, q_len, k_len, ROWS_K)
         kv_head = head // sharing
         if GROUP == 1:
@@ -107,11 +113,14 @@ def weights(s, top, total, x, y, q_len, k_len, scale, band, ACT: gl.constexpr):
 
 @gluon.jit
 def attend(
-    q_box, k, v, item, free, low, n, x, q_start, q_len, k_len, lse_ptr, heads, head, scale,
+    q_box, k, v, item, free, low, n, x, q_start, q_len, k_len, part_ptr, lse_ptr, heads, head, scale,
     prescale, out_scale, band, D: gl.constexpr, DV: gl.constexpr, ACT: gl.constexpr, ADD_Q: gl.constexpr,
-    EARLY_WAIT: gl.constexpr, Q_REGISTERS: gl.constexpr,
+    EARLY_WAIT: gl.constexpr, Q_REGISTERS: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
-    """Output of 64 queries, left in their buffer; reads the key tiles `item : item + n`, and uses them up if `free`."""
+    """Output of 64 queries, left in their buffer; reads the key tiles `item : item + n`, and uses them up if `free`.
+
+    SPLIT: the output goes to rows `q_start + x` and on of `part_ptr` instead.
+    """
     ROWS_K: gl.constexpr = k.data.shape[3]
     dtype: gl.constexpr = q_box.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS_K, 16])
@@ -168,14 +177,20 @@ def attend(
         acc = zero_if_empty(acc * out_scale, k_len)
     if ADD_Q:
         acc = acc + as_matrix(q_box).load(o_layout).to(gl.float32)
-    as_matrix(q_box).store(acc.to(dtype))
+    if SPLIT:
+        own = x + gl.arange(0, M, layout=gl.SliceLayout(1, o_layout))
+        columns = gl.arange(0, DV, layout=gl.SliceLayout(0, o_layout))
+        at = ((q_start + own).to(gl.int64) * heads + head) * DV
+        gl.store(part_ptr + (at[:, None] + columns[None, :]), acc, mask=(own < q_len)[:, None])
+    else:
+        as_matrix(q_box).store(acc.to(dtype))
 
 
 @gluon.jit
 def consume(
-    part: gl.constexpr, out_desc, lse_ptr, q, k, v, tiles, count, heads, scale, prescale, out_scale, band,
+    part: gl.constexpr, out_desc, part_ptr, lse_ptr, q, k, v, tiles, count, heads, rows, scale, prescale, out_scale, band,
     D: gl.constexpr, DV: gl.constexpr, ACT: gl.constexpr, ADD_Q: gl.constexpr, EARLY_WAIT: gl.constexpr,
-    Q_REGISTERS: gl.constexpr, GROUP: gl.constexpr,
+    Q_REGISTERS: gl.constexpr, GROUP: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """A multiplying warpgroup: query rows `part * 64` and on of each tile."""
     ROWS_K: gl.constexpr = k.data.shape[3]
@@ -184,6 +199,8 @@ def consume(
     for t in range(gl.program_id(0), gl.load(count) * heads, gl.num_programs(0)):
         head = t % heads
         first, q_start, q_len, _, k_len = load_tile(tiles, t // heads)
+        if SPLIT:
+            q_start += load_part(tiles, t // heads) * rows
         low, n = band.span(first, q.PARTS * M, q_len, k_len, ROWS_K)
         groups = query_tiles(first, q_len, q.PARTS * M, GROUP)
         for g in range(groups):
@@ -196,13 +213,15 @@ def consume(
                 own_low = low + passed * ROWS_K
                 skip_items(k, v, item, passed)
                 attend(
-                    q_box, k, v, item + passed, last, own_low, own_n, x, q_start, q_len, k_len, lse_ptr, heads, head, scale,
-                    prescale, out_scale, band, D, DV, ACT, ADD_Q, EARLY_WAIT, Q_REGISTERS,
+                    q_box, k, v, item + passed, last, own_low, own_n, x, q_start, q_len, k_len, part_ptr, lse_ptr, heads, head,
+                    scale, prescale, out_scale, band, D, DV, ACT, ADD_Q, EARLY_WAIT, Q_REGISTERS, SPLIT,
                 )  # fmt: skip
-                fence_async_shared()
-                store_rows(out_desc, q_box, q_start, q_len, x, head * DV)
+                if not SPLIT:
+                    fence_async_shared()
+                    store_rows(out_desc, q_box, q_start, q_len, x, head * DV)
                 skip_items(k, v, item + passed + own_n, n - passed - own_n)
-                tma.store_wait(0)
+                if not SPLIT:
+                    tma.store_wait(0)
             else:  # only in the last tile of a sequence
                 skip_items(k, v, item, n)
             item += gl.where(last, n, 0)
@@ -210,17 +229,19 @@ def consume(
             turn += 1
 
 
-@gluon.jit(do_not_specialize=["heads", "sharing", "before", "after"])
+@gluon.jit(do_not_specialize=["heads", "sharing", "rows", "before", "after"])
 def attention_forward(
     q_desc,
     k_desc,
     v_desc,
     out_desc,
+    part_ptr,
     lse_ptr,
     tiles,
     count,
     heads,
     sharing,
+    rows,
     before,
     after,
     scale,
@@ -230,6 +251,8 @@ def attention_forward(
     DV: gl.constexpr,
     ACT: gl.constexpr,
     ADD_Q: gl.constexpr,
+    SHARED_Q: gl.constexpr,
+    SPLIT: gl.constexpr,
     BEFORE: gl.constexpr,
     AFTER: gl.constexpr,
     BOTTOM_RIGHT: gl.constexpr,
@@ -242,25 +265,30 @@ def attention_forward(
     REGISTERS: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    """Grid: one program per multiprocessor. `count` holds the number of tiles; every tile stands for all heads."""
+    """Grid: one program per multiprocessor. `count` holds the number of tiles; every tile stands for all heads.
+
+    part_ptr fp32 `[parts, rows, heads, DV]` and lse_ptr `[parts, rows, heads]` with SPLIT; else part_ptr is not used, and
+    lse_ptr is `[rows, heads]`.
+    """
     q = new_ring(q_desc, Q_STAGES, PARTS, PARTS)
     k = new_ring(k_desc, STAGES, 1, PARTS)
     v = new_ring(v_desc, STAGES, 1, PARTS)
     fence_async_shared()
+    gl.static_assert(not SPLIT or not (BEFORE or AFTER or ADD_Q), "a part of the keys sees no band and adds no residual")
     gl.static_assert(GROUP == 1 or not (BEFORE or AFTER), "the tiles of a group share their keys")
     band = Band(before, after, BEFORE, AFTER, BOTTOM_RIGHT, ACT == SOFTMAX, False)
     # fmt: off
     if PARTS == 2:
         gl.warp_specialize([
-            (consume, (gl.constexpr(0), out_desc, lse_ptr, q, k, v, tiles, count, heads, scale, prescale, out_scale, band, D, DV, ACT, ADD_Q, EARLY_WAIT, Q_REGISTERS, GROUP)),
-            (consume, (gl.constexpr(1), out_desc, lse_ptr, q, k, v, tiles, count, heads, scale, prescale, out_scale, band, D, DV, ACT, ADD_Q, EARLY_WAIT, Q_REGISTERS, GROUP)),
-            (produce, (q_desc, k_desc, v_desc, q, k, v, tiles, count, heads, sharing, band, D, DV, GROUP)),
+            (consume, (gl.constexpr(0), out_desc, part_ptr, lse_ptr, q, k, v, tiles, count, heads, rows, scale, prescale, out_scale, band, D, DV, ACT, ADD_Q, EARLY_WAIT, Q_REGISTERS, GROUP, SPLIT)),
+            (consume, (gl.constexpr(1), out_desc, part_ptr, lse_ptr, q, k, v, tiles, count, heads, rows, scale, prescale, out_scale, band, D, DV, ACT, ADD_Q, EARLY_WAIT, Q_REGISTERS, GROUP, SPLIT)),
+            (produce, (q_desc, k_desc, v_desc, q, k, v, tiles, count, heads, sharing, band, D, DV, GROUP, SHARED_Q)),
         ], [4, 1], [REGISTERS, 24])
     else:
         gl.warp_specialize([
-            (consume, (gl.constexpr(0), out_desc, lse_ptr, q, k, v, tiles, count, heads, scale, prescale, out_scale, band, D, DV, ACT, ADD_Q, EARLY_WAIT, Q_REGISTERS, GROUP)),
-            (consume, (gl.constexpr(1), out_desc, lse_ptr, q, k, v, tiles, count, heads, scale, prescale, out_scale, band, D, DV, ACT, ADD_Q, EARLY_WAIT, Q_REGISTERS, GROUP)),
-            (consume, (gl.constexpr(2), out_desc, lse_ptr, q, k, v, tiles, count, heads, scale, prescale, out_scale, band, D, DV, ACT, ADD_Q, EARLY_WAIT, Q_REGISTERS, GROUP)),
-            (produce, (q_desc, k_desc, v_desc, q, k, v, tiles, count, heads, sharing, band, D, DV, GROUP)),
+            (consume, (gl.constexpr(0), out_desc, part_ptr, lse_ptr, q, k, v, tiles, count, heads, rows, scale, prescale, out_scale, band, D, DV, ACT, ADD_Q, EARLY_WAIT, Q_REGISTERS, GROUP, SPLIT)),
+            (consume, (gl.constexpr(1), out_desc, part_ptr, lse_ptr, q, k, v, tiles, count, heads, rows, scale, prescale, out_scale, band, D, DV, ACT, ADD_Q, EARLY_WAIT, Q_REGISTERS, GROUP, SPLIT)),
+            (consume, (gl.constexpr(2), out_desc, part_ptr, lse_ptr, q, k, v, tiles, count, heads, rows, scale, prescale, out_scale, band, D, DV, ACT, ADD_Q, EARLY_WAIT, Q_REGISTERS, GROUP, SPLIT)),
+            (produce, (q_desc, k_desc, v_desc, q, k, v, tiles, count, heads, sharing, band, D, DV, GROUP, SHARED_Q)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])
     # fmt: on

@@ -10,6 +10,9 @@ halves with its own half of K's columns, which gives its half of dQ_tile's colum
 - tile by tile: each dQ_tile is added to fp32 zeros in global memory with TMA's reduction, and the caller casts the sum.
   The order of the additions is not fixed, so dQ of sequences with more than two key tiles may differ in its last bits from
   run to run; dK and dV do not.
+  If every program has zeros of its own (OWN_SUMS) and lets an addition end before the next begins, each sum has one order:
+  the same bits in every run, for as many times the memory, which few queries afford. SHARED_Q: the sums of all sequences
+  are one, since their queries are.
 - OWNER: a program owns all keys of a sequence and head and visits their tiles in order. It stores the first partial sum,
   adds the middle ones, and completes the last in registers, in the dtype of dQ: no zeros, no cast, and the same bits in
   every run. One key tile needs no fp32 sum at all. For batches of many sequences, without window or causal mask.
@@ -90,8 +93,8 @@ def produce_owned(
 @gluon.jit
 def consume(
     part: gl.constexpr, sums, dk_desc, dv_desc, x1, x2, y1, y2, columns, slots, ready, tiles, count, heads, sharing,
-    scale, prescale, ds_scale, dv_scale, band, D: gl.constexpr, DV: gl.constexpr, ACT: gl.constexpr,
-    EARLY_WAIT: gl.constexpr,
+    sum_rows, scale, prescale, ds_scale, dv_scale, band, D: gl.constexpr, DV: gl.constexpr, ACT: gl.constexpr,
+    EARLY_WAIT: gl.constexpr, SHARED_Q: gl.constexpr,
 ):  # fmt: skip
     ROWS_Q: gl.constexpr = y1.data.shape[3]
     dtype: gl.constexpr = x1.data.dtype
@@ -108,6 +111,10 @@ def consume(
     for t in range(gl.program_id(0), gl.load(count) * heads, gl.num_programs(0)):
         head = t % heads
         begin, k_start, k_len, q_start, q_len = load_tile(tiles, t // heads)
+        if SHARED_Q:
+            q_start = q_start * 0  # dQ's rows from here on
+        if sums.OWN_SUMS:
+            q_start += gl.program_id(0) * sum_rows
         end = begin + 1
         if sums.OWNER:
             end = k_len
@@ -195,7 +202,7 @@ def consume(
                 turn = settle(turn)
 
 
-@gluon.jit(do_not_specialize=["heads", "sharing", "before", "after", "q_rows"])
+@gluon.jit(do_not_specialize=["heads", "sharing", "sum_rows", "before", "after", "q_rows"])
 def attention_backward_fused(
     x1_desc,
     x2_desc,
@@ -212,12 +219,15 @@ def attention_backward_fused(
     count,
     heads,
     sharing,
+    sum_rows,
     before,
     after,
     scale,
     prescale,
     ds_scale,
     dv_scale,
+    SHARED_Q: gl.constexpr,
+    OWN_SUMS: gl.constexpr,
     D: gl.constexpr,
     DV: gl.constexpr,
     ACT: gl.constexpr,
@@ -234,7 +244,7 @@ def attention_backward_fused(
 ):
     """x = (K, V), y = (Q, dO), d = (dK, dV); `heads` are the key heads; D == DV.
 
-    dq_desc is over an fp32 sum, zeros unless OWNER; final_desc is over dQ and base_desc over dO (OWNER with ADD).
+    dq_desc is over an fp32 sum of `sum_rows` rows, zeros unless OWNER, or one of them for each program (OWN_SUMS); final_desc is over dQ and base_desc over dO (OWNER with ADD).
     """
     PARTS: gl.constexpr = 2
     ROWS_Q: gl.constexpr = y1_desc.block_type.shape[2]
@@ -248,8 +258,9 @@ def attention_backward_fused(
     loaded = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(2):
         mbarrier.init(loaded.index(i), count=1)
-    sums = Sum(dq_desc, final_desc, base_desc, stage, loaded, OWNER, ADD)
+    sums = Sum(dq_desc, final_desc, base_desc, stage, loaded, OWNER, ADD, OWN_SUMS)
     gl.static_assert(not OWNER or not (BEFORE or AFTER), "every key tile meets all queries")
+    gl.static_assert(not OWNER or not (SHARED_Q or OWN_SUMS), "an owner's sums are its sequence's")
     gl.static_assert(OWNER or not ADD, "the caller starts the sum from dO")
     ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(SLOTS):
@@ -260,14 +271,14 @@ def attention_backward_fused(
     # fmt: off
     if OWNER:
         gl.warp_specialize([
-            (consume, (gl.constexpr(0), sums, d1_desc, d2_desc, x1, x2, y1, y2, columns, slots, ready, tiles, count, heads, sharing, scale, prescale, ds_scale, dv_scale, band, D, DV, ACT, EARLY_WAIT)),
-            (consume, (gl.constexpr(1), sums, d1_desc, d2_desc, x1, x2, y1, y2, columns, slots, ready, tiles, count, heads, sharing, scale, prescale, ds_scale, dv_scale, band, D, DV, ACT, EARLY_WAIT)),
+            (consume, (gl.constexpr(0), sums, d1_desc, d2_desc, x1, x2, y1, y2, columns, slots, ready, tiles, count, heads, sharing, sum_rows, scale, prescale, ds_scale, dv_scale, band, D, DV, ACT, EARLY_WAIT, SHARED_Q)),
+            (consume, (gl.constexpr(1), sums, d1_desc, d2_desc, x1, x2, y1, y2, columns, slots, ready, tiles, count, heads, sharing, sum_rows, scale, prescale, ds_scale, dv_scale, band, D, DV, ACT, EARLY_WAIT, SHARED_Q)),
             (produce_owned, (x1_desc, x2_desc, y1_desc, y2_desc, x1, x2, y1, y2, columns, stats, q_rows, tiles, count, heads, sharing, band, D, DV, ACT)),
         ], [4, 1], [REGISTERS, 24])
     else:
         gl.warp_specialize([
-            (consume, (gl.constexpr(0), sums, d1_desc, d2_desc, x1, x2, y1, y2, columns, slots, ready, tiles, count, heads, sharing, scale, prescale, ds_scale, dv_scale, band, D, DV, ACT, EARLY_WAIT)),
-            (consume, (gl.constexpr(1), sums, d1_desc, d2_desc, x1, x2, y1, y2, columns, slots, ready, tiles, count, heads, sharing, scale, prescale, ds_scale, dv_scale, band, D, DV, ACT, EARLY_WAIT)),
-            (produce, (x1_desc, x2_desc, y1_desc, y2_desc, x1, x2, y1, y2, columns, stats, q_rows, tiles, count, heads, sharing, band, gl.constexpr(True), D, DV, ACT)),
+            (consume, (gl.constexpr(0), sums, d1_desc, d2_desc, x1, x2, y1, y2, columns, slots, ready, tiles, count, heads, sharing, sum_rows, scale, prescale, ds_scale, dv_scale, band, D, DV, ACT, EARLY_WAIT, SHARED_Q)),
+            (consume, (gl.constexpr(1), sums, d1_desc, d2_desc, x1, x2, y1, y2, columns, slots, ready, tiles, count, heads, sharing, sum_rows, scale, prescale, ds_scale, dv_scale, band, D, DV, ACT, EARLY_WAIT, SHARED_Q)),
+            (produce, (x1_desc, x2_desc, y1_desc, y2_desc, x1, x2, y1, y2, columns, stats, q_rows, tiles, count, heads, sharing, band, gl.constexpr(True), D, DV, ACT, SHARED_Q)),
         ], [4, 1], [REGISTERS, 24])
     # fmt: on

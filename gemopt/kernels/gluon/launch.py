@@ -33,6 +33,7 @@ class Call:
     """What an attention call means to these kernels.
 
     act: a code of `scores`; 0 is softmax. left, right: the window, -1 unlimited; a causal mask is right = 0.
+    shared_q: the rows of q serve every sequence.
     add_q: the output is attention + q, and dq gains dO (the residual inside a PFFN block).
     """
 
@@ -43,6 +44,7 @@ class Call:
     right: int = -1
     bottom_right: bool = False
     add_q: bool = False
+    shared_q: bool = False
 
     def band(self, keys_stationary: bool = False) -> dict[str, Any]:
         before, after = (self.right, self.left) if keys_stationary else (self.left, self.right)
@@ -143,8 +145,10 @@ def forward_scales(call: Call, dtype: torch.dtype) -> tuple[float, float, float]
 
 
 def forward_arguments(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tiles: TileList, call: Call, cfg: ForwardConfig
-) -> dict[str, Any]:
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tiles: TileList, call: Call, cfg: ForwardConfig,
+    partial: Tensor | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Arguments of `attention_forward`; see `run_forward`."""
     (_, heads, d), (_, kv_heads, dv) = q.shape, v.shape
     scale, prescale, out_scale = forward_scales(call, q.dtype)
     return {
@@ -152,11 +156,13 @@ def forward_arguments(
         "k_desc": descriptor(k, cfg.keys, d),
         "v_desc": descriptor(v, cfg.keys, dv),
         "out_desc": descriptor(out, M, dv),
+        "part_ptr": lse if partial is None else partial,
         "lse_ptr": lse,
         "tiles": tiles.records,
         "count": tiles.count,
         "heads": heads,
         "sharing": heads // kv_heads,
+        "rows": out.shape[0],
         "scale": scale,
         "prescale": prescale,
         "out_scale": out_scale,
@@ -165,6 +171,8 @@ def forward_arguments(
         "DV": dv,
         "ACT": call.act,
         "ADD_Q": call.add_q,
+        "SHARED_Q": call.shared_q,
+        "SPLIT": partial is not None,
         "PARTS": cfg.parts,
         "GROUP": cfg.group,
         "STAGES": cfg.stages,
@@ -177,10 +185,15 @@ def forward_arguments(
 
 
 def run_forward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tiles: TileList, call: Call, cfg: ForwardConfig
-) -> None:
-    """Fill out `[Tq, H, Dv]` and, for softmax, lse fp32 `[Tq, H]`."""
-    attention_forward[(programs(q.device.index or 0),)](**forward_arguments(q, k, v, out, lse, tiles, call, cfg))
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tiles: TileList, call: Call, cfg: ForwardConfig,
+    partial: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Fill out `[Tq, H, Dv]` and, for softmax, lse fp32 `[Tq, H]`.
+
+    With `partial`, fp32 `[parts, Tq, H, Dv]`, fill that and lse fp32 `[parts, Tq, H]` instead; `tiles` are those of
+    `tiles.key_parts`.
+    """
+    attention_forward[(programs(q.device.index or 0),)](**forward_arguments(q, k, v, out, lse, tiles, call, cfg, partial))
 
 
 def backward_scales(call: Call, dtype: torch.dtype) -> tuple[float, float, float, float]:
@@ -217,7 +230,7 @@ def side_arguments(
         "d1_desc": descriptor(grads[0], M, d),
         "d2_desc": descriptor(grads[1], M, grads[1].shape[2]),
         "stats": stats,
-        "q_rows": (y1 if key_side else x1).shape[0],
+        "q_rows": (y2 if key_side else x2).shape[0],
         "tiles": tiles.records,
         "count": tiles.count,
         "heads": heads,
@@ -228,6 +241,7 @@ def side_arguments(
         "dv_scale": dv_scale,
         **call.band(key_side),
         "KEY_SIDE": key_side,
+        "SHARED_Q": call.shared_q,
         "D": d,
         "DV": dv,
         "ACT": call.act,
@@ -277,15 +291,17 @@ def fused_arguments(
     call: Call,
     cfg: SideConfig,
 ) -> dict[str, Any]:
-    """Arguments of `attention_backward_fused`; dq32 is fp32 `[Tq, H, D]`: zeros, or anything if dq is given (OWNER)."""
+    """Arguments of `attention_backward_fused`; see `run_fused`."""
     arguments = side_arguments(x, y, grads, stats, tiles, call, cfg, True)
     del arguments["KEY_SIDE"]
-    half, owner = dq32.shape[2] // 2, dq is not None
+    half, owner = dq32.shape[-1] // 2, dq is not None
     final = y[0] if dq is None else dq
     return arguments | {
-        "dq_desc": descriptor(dq32, cfg.rows, half),
+        "dq_desc": descriptor(dq32.flatten(0, 1) if dq32.dim() == 4 else dq32, cfg.rows, half),
         "final_desc": descriptor(final, cfg.rows, half),
         "base_desc": descriptor(y[1], cfg.rows, half),
+        "sum_rows": dq32.shape[-3],
+        "OWN_SUMS": dq32.dim() == 4,
         "OWNER": owner,
         "ADD": owner and call.add_q,
     }
@@ -304,8 +320,9 @@ def run_fused(
 ) -> None:
     """The fused backward: fills grads (dK, dV).
 
-    Without dq it adds to dq32, whose last bits may differ between runs; `tiles` are key tiles. With dq it fills that, by way
-    of dq32, the same bits in every run; `tiles` are whole sequences.
+    Without dq it adds to dq32, fp32 zeros `[Tq, H, D]` (shared queries: `[Lq, H, D]`), whose last bits may differ between
+    runs; `tiles` are key tiles. Zeros of the shape `[programs, Tq, H, D]` are sums of the programs, and the same in every
+    run. With dq it fills that, by way of dq32, the same bits in every run; `tiles` are whole sequences.
     """
     arguments = fused_arguments(x, y, grads, dq32, dq, stats, tiles, call, cfg)
     attention_backward_fused[(programs(x[0].device.index or 0),)](**arguments)

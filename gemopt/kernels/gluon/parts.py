@@ -267,3 +267,9 @@ def load_tile(tiles, t):
     """first row, x_start, x_len, y_start, y_len of tile t."""
     at = tiles + t * RECORD
     return gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3), gl.load(at + 4)
+
+
+@gluon.jit
+def load_part(tiles, t):
+    """Which part of its sequence's keys tile t sees."""
+    return gl.load(tiles + t * RECORD + 6)

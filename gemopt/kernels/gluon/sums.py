@@ -19,7 +19,10 @@ def _reduce_add(desc, coordinates, source, _semantic=None):
 
 @aggregate
 class Sum:
-    """Where dQ goes: `total` is the fp32 sum; `final` (in dQ's dtype) and `base` (dO, if ADD) are for OWNER alone."""
+    """Where dQ goes: `total` is the fp32 sum, or (OWN_SUMS) those of all programs, each of which adds in order.
+
+    `final` (in dQ's dtype) and `base` (dO, if ADD) are for OWNER alone.
+    """
 
     total: tma.tensor_descriptor
     final: tma.tensor_descriptor
@@ -28,9 +31,10 @@ class Sum:
     loaded: gl.shared_memory_descriptor
     OWNER: gl.constexpr
     ADD: gl.constexpr
+    OWN_SUMS: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, total, final, base, stage, loaded, OWNER, ADD):
+    def __init__(self, total, final, base, stage, loaded, OWNER, ADD, OWN_SUMS):
         self.total = total
         self.final = final
         self.base = base
@@ -38,6 +42,7 @@ class Sum:
         self.loaded = loaded
         self.OWNER = gl.constexpr(OWNER)
         self.ADD = gl.constexpr(ADD)
+        self.OWN_SUMS = gl.constexpr(OWN_SUMS)
 
     @gluon.jit
     def wide(self, part: gl.constexpr):
@@ -70,6 +75,8 @@ class Sum:
     @gluon.jit
     def put(self, part: gl.constexpr, dq, first, last, loads, start, length, row, column):
         """dQ_tile at rows `row` and on; `loads` counts all of this warpgroup's `fetch`, this one's included."""
+        if self.OWN_SUMS:
+            row = settle(row)  # the last addition has ended, which fixes its place in the order
         tma.store_wait(0)  # the box has been read
         if self.OWNER:
             bar = self.loaded.index(part)

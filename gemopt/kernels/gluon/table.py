@@ -2,8 +2,8 @@
 
 A row holds conditions and a configuration. Conditions that a row leaves out hold always:
 
-    kernel      "forward", "query_side", "key_side", "fused" or "backward" (which form of it: `form`;
-                "owner" for many sequences, `otherwise` else), or "block_backward" (with a row: Gluon, else Triton)
+    kernel      "forward", "split" (the forward where keys are split among programs), "query_side", "key_side", "fused" or "backward" (which form of it: `form`;
+                "owner" for many sequences, `otherwise` else; shared queries always start from "fused"), or "block_backward" (with a row: Gluon, else Triton)
     head_dim    list of head dims
     softmax     true for jagged_attention, false for gdpa
     band        whether a window or causal mask is set
@@ -63,8 +63,8 @@ def lookup(kernel: str, shape: Shape) -> dict[str, Any] | None:
     return None
 
 
-def forward_config(shape: Shape) -> ForwardConfig | None:
-    found = lookup("forward", shape)
+def forward_config(shape: Shape, split: bool = False) -> ForwardConfig | None:
+    found = lookup("split" if split else "forward", shape)
     return None if found is None else ForwardConfig(**found)
 
 
@@ -73,10 +73,12 @@ def side_config(kernel: str, shape: Shape) -> SideConfig | None:
     return None if found is None else SideConfig(**found)
 
 
-def backward_form(shape: Shape, deterministic: bool, balanced: bool) -> str | None:
-    """ "owner", "fused" or "two"; None: no form of the backward is for this shape.
+def backward_form(shape: Shape, deterministic: bool, balanced: bool, few: bool = False, shared: bool = False) -> str | None:
+    """ "owner", "fused", "ordered" or "two"; None: no form of the backward is for this shape.
 
     "owner" is for batches that are `balanced` sequence by sequence; its row names the form for others as `otherwise`.
+    "ordered" is "fused" where it has to be deterministic and the queries are `few`. `shared` queries take one of these, or
+    "two" where neither can be.
     """
     found = lookup("backward", shape)
     if found is None:
@@ -84,4 +86,8 @@ def backward_form(shape: Shape, deterministic: bool, balanced: bool) -> str | No
     form = found["form"]
     if form == "owner" and not balanced:
         form = found["otherwise"]
-    return "two" if deterministic and form == "fused" else form
+    if shared:
+        form = "fused"
+    if deterministic and form == "fused":
+        form = "ordered" if few else "two"
+    return form  # type: ignore[no-any-return]

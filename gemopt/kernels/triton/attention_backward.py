@@ -23,6 +23,7 @@ from gemopt.kernels.triton.attention_tiles import (
     extent,
     key_range,
     load_rows,
+    query_extent,
     query_range,
     row_positions,
     scores_of,
@@ -128,11 +129,12 @@ def attention_backward_kv(
     CODES: tl.constexpr,
     CODE_HEADS: tl.constexpr,
     PRECISION: tl.constexpr,
+    SHARED_Q: tl.constexpr,
 ):
     """Grid (batch + 1, key heads, key tiles)."""
     b, kv_head = tl.program_id(0), tl.program_id(1)
     kv_heads = tl.num_programs(1)
-    q_start, q_len = extent(q_offsets_ptr, b, batch, q_rows)
+    q_start, q_len, q_first = query_extent(q_offsets_ptr, b, batch, q_rows, SHARED_Q)
     k_start, k_len = extent(k_offsets_ptr, b, batch, k_rows)
     if b == batch:
         q_len = 0
@@ -165,8 +167,8 @@ def attention_backward_kv(
             head = kv_head * sharing + step // tiles
             first = low + (step % tiles) * BLOCK_Q
             rows = first + tl.arange(0, BLOCK_Q)
-            q = load_rows(q_ptr + head.to(tl.int64) * q_head_stride, q_start, rows, q_len, q_stride, D, BLOCK_D)
-            q_pos = row_positions(q_pos_ptr, q_start, rows, q_len, shift, HAS_Q_POS)
+            q = load_rows(q_ptr + head.to(tl.int64) * q_head_stride, q_first, rows, q_len, q_stride, D, BLOCK_D)
+            q_pos = row_positions(q_pos_ptr, q_first, rows, q_len, shift, HAS_Q_POS)
             bias_base = bias_ptr + b.to(tl.int64) * bias_batch + head.to(tl.int64) * bias_head
             mask_base = mask_ptr + b.to(tl.int64) * mask_batch + head.to(tl.int64) * mask_head
             scores, seen = scores_of(
@@ -292,11 +294,12 @@ def attention_backward_q(
     CODES: tl.constexpr,
     CODE_HEADS: tl.constexpr,
     PRECISION: tl.constexpr,
+    SHARED_Q: tl.constexpr,
     ADD_DBIAS: tl.constexpr,
 ):
     """Grid (batch + 1, heads, query tiles). With ADD_DBIAS it adds dS to the fp32 gradient of the bias, atomically."""
     b, head = tl.program_id(0), tl.program_id(1)
-    q_start, q_len = extent(q_offsets_ptr, b, batch, q_rows)
+    q_start, q_len, q_first = query_extent(q_offsets_ptr, b, batch, q_rows, SHARED_Q)
     k_start, k_len = extent(k_offsets_ptr, b, batch, k_rows)
     if b == batch:
         k_len = 0
@@ -312,9 +315,9 @@ def attention_backward_q(
 
     for tile in range(tl.program_id(2), tl.cdiv(q_len, BLOCK_Q), tl.num_programs(2)):
         rows = tile * BLOCK_Q + tl.arange(0, BLOCK_Q)
-        q = load_rows(q_ptr + head.to(tl.int64) * q_head_stride, q_start, rows, q_len, q_stride, D, BLOCK_D)
+        q = load_rows(q_ptr + head.to(tl.int64) * q_head_stride, q_first, rows, q_len, q_stride, D, BLOCK_D)
         dout = load_rows(dout_ptr + head.to(tl.int64) * dout_head_stride, q_start, rows, q_len, dout_stride, DV, BLOCK_DV)
-        q_pos = row_positions(q_pos_ptr, q_start, rows, q_len, shift, HAS_Q_POS)
+        q_pos = row_positions(q_pos_ptr, q_first, rows, q_len, shift, HAS_Q_POS)
         if ACTS == 0:
             lse = load_lse(lse_ptr, q_start, rows, q_len, heads, head)
             delta = tl.load(delta_ptr + (q_start + rows) * heads + head, mask=rows < q_len, other=0.0)

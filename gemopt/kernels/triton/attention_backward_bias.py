@@ -16,6 +16,7 @@ from gemopt.kernels.triton.attention_tiles import (
     extent,
     key_range,
     load_rows,
+    query_extent,
     row_positions,
     scores_of,
 )
@@ -90,6 +91,7 @@ def attention_backward_bias(
     CODES: tl.constexpr,
     CODE_HEADS: tl.constexpr,
     PRECISION: tl.constexpr,
+    SHARED_Q: tl.constexpr,
     ONE_ROW: tl.constexpr,
     ONE_COL: tl.constexpr,
     ALL_HEADS: tl.constexpr,
@@ -107,7 +109,7 @@ def attention_backward_bias(
     if ALL_HEADS:
         head_count = heads
     for b in range(part, batch, parts):
-        q_start, q_len = extent(q_offsets_ptr, b, batch, q_rows)
+        q_start, q_len, q_first = query_extent(q_offsets_ptr, b, batch, q_rows, SHARED_Q)
         k_start, k_len = extent(k_offsets_ptr, b, batch, k_rows)
         shift = 0
         if BOTTOM_RIGHT:
@@ -117,7 +119,7 @@ def attention_backward_bias(
             first_q, end_q = 0, q_len
         for q_from in range(first_q, end_q, BLOCK_Q):
             rows = q_from + size_q
-            q_pos = row_positions(q_pos_ptr, q_start, rows, q_len, shift, False)
+            q_pos = row_positions(q_pos_ptr, q_first, rows, q_len, shift, False)
             low, high = key_range(q_from, q_from + BLOCK_Q - 1, shift, q_len, k_len, CAUSAL, LEFT, RIGHT, True, BLOCK_K)
             if not ONE_COL:
                 low, high = tl.maximum(low, own_k * BLOCK_K), tl.minimum(high, own_k * BLOCK_K + BLOCK_K)
@@ -127,7 +129,7 @@ def attention_backward_bias(
                 for step in range(head_count):
                     head = wide + own_head + step
                     kv_head = head // sharing
-                    q = load_rows(q_ptr + head * q_head_stride, q_start, rows, q_len, q_stride, D, BLOCK_D)
+                    q = load_rows(q_ptr + head * q_head_stride, q_first, rows, q_len, q_stride, D, BLOCK_D)
                     k = load_rows(k_ptr + kv_head * k_head_stride, k_start, keys, k_len, k_stride, D, BLOCK_D)
                     v = load_rows(v_ptr + kv_head * v_head_stride, k_start, keys, k_len, v_stride, DV, BLOCK_DV)
                     dout = load_rows(dout_ptr + head * dout_head_stride, q_start, rows, q_len, dout_stride, DV, BLOCK_DV)

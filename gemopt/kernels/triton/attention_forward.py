@@ -19,6 +19,7 @@ from gemopt.kernels.triton.attention_tiles import (
     extent,
     key_range,
     load_rows,
+    query_extent,
     row_positions,
     scores_of,
     store_rows,
@@ -28,7 +29,7 @@ from gemopt.kernels.triton.dropout import row_keys
 LN2 = tl.constexpr(0.6931471805599453)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts", "step"])
 def attention_forward(
     q_ptr,
     k_ptr,
@@ -71,6 +72,8 @@ def attention_forward(
     post_scale,
     threshold,
     multiplier,
+    parts,
+    step,
     D: tl.constexpr,
     DV: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -90,10 +93,20 @@ def attention_forward(
     CODES: tl.constexpr,
     CODE_HEADS: tl.constexpr,
     PRECISION: tl.constexpr,
+    SHARED_Q: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):
-    """Grid (batch + 1, heads, query tiles). ACTS is 0 for a softmax; see `activations`."""
+    """Grid (batch + 1, heads, query tiles). ACTS is 0 for a softmax; see `activations`.
+
+    SPLIT: the first axis has a program for each of `parts` parts of `step` keys (a multiple of BLOCK_K; the last has what is
+    left), whose outputs and log-sums `split.combine` puts together: then out and lse have `parts` as their first dim.
+    """
     b, head = tl.program_id(0), tl.program_id(1)
-    q_start, q_len = extent(q_offsets_ptr, b, batch, q_rows)
+    part = b * 0
+    if SPLIT:
+        part = b % parts
+        b = b // parts
+    q_start, q_len, q_first = query_extent(q_offsets_ptr, b, batch, q_rows, SHARED_Q)
     k_start, k_len = extent(k_offsets_ptr, b, batch, k_rows)
     if b == batch:
         k_len = 0
@@ -104,14 +117,20 @@ def attention_forward(
     bias_base = bias_ptr + b.to(tl.int64) * bias_batch + head.to(tl.int64) * bias_head
     mask_base = mask_ptr + b.to(tl.int64) * mask_batch + head.to(tl.int64) * mask_head
     code = code_of(head, CODES, CODE_HEADS)
+    out_start = q_start
+    if SPLIT:
+        rows_of_part = tl.full((), 0, tl.int64) + q_rows
+        if SHARED_Q:
+            rows_of_part = rows_of_part * batch
+        out_start = q_start + part * rows_of_part
     shift = 0
     if BOTTOM_RIGHT:
         shift = k_len - q_len
 
     for tile in range(tl.program_id(2), tl.cdiv(q_len, BLOCK_Q), tl.num_programs(2)):
         rows = tile * BLOCK_Q + tl.arange(0, BLOCK_Q)
-        q = load_rows(q_base, q_start, rows, q_len, q_stride, D, BLOCK_D)
-        q_pos = row_positions(q_pos_ptr, q_start, rows, q_len, shift, HAS_Q_POS)
+        q = load_rows(q_base, q_first, rows, q_len, q_stride, D, BLOCK_D)
+        q_pos = row_positions(q_pos_ptr, q_first, rows, q_len, shift, HAS_Q_POS)
         if DROPOUT:
             word_a, word_b = row_keys(seed_ptr, head, q_start + rows)
         top = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
@@ -129,6 +148,10 @@ def attention_forward(
             not (HAS_Q_POS or HAS_K_POS),
             BLOCK_K,
         )
+        if SPLIT:
+            low = tl.maximum(low, part * step)
+            if part < parts - 1:
+                high = tl.minimum(high, (part + 1) * step)
         for first in range(low, high, BLOCK_K):
             keys = first + tl.arange(0, BLOCK_K)
             k = load_rows(k_base, k_start, keys, k_len, k_stride, D, BLOCK_D)
@@ -176,7 +199,7 @@ def attention_forward(
         if ACTS == 0:
             acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
             lse = (top + tl.log2(total)) * LN2
-            tl.store(lse_ptr + (q_start + rows) * heads + head, lse, mask=rows < q_len)
+            tl.store(lse_ptr + (out_start + rows) * heads + head, lse, mask=rows < q_len)
         else:
             acc = acc * post_scale
-        store_rows(out_base, q_start, rows, q_len, out_stride, acc, DV, BLOCK_DV)
+        store_rows(out_base, out_start, rows, q_len, out_stride, acc, DV, BLOCK_DV)

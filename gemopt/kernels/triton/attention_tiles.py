@@ -24,6 +24,21 @@ def extent(offsets_ptr, b, batch, rows):
 
 
 @triton.jit
+def query_extent(offsets_ptr, b, batch, rows, SHARED: tl.constexpr):
+    """`extent` of the queries of sequence `b` among the rows of the output, and their first row in q.
+
+    SHARED: the `rows` queries serve every sequence; then there are no rows after the last sequence's.
+    """
+    if SHARED:
+        wide = tl.full((), 0, tl.int64)  # makes an index 64 bits wide, be it a number or a tensor
+        length = tl.where(wide + b == batch, 0, wide + rows).to(tl.int32)
+        return (wide + rows) * b, length, wide
+    else:
+        start, length = extent(offsets_ptr, b, batch, rows)
+        return start, length, start
+
+
+@triton.jit
 def load_rows(base_ptr, start, rows, length, stride, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """`[rows, BLOCK_D]` of one head; zeros past the sequence and past D."""
     cols = tl.arange(0, BLOCK_D)

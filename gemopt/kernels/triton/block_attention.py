@@ -206,7 +206,7 @@ def refusal(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> str | None:
 
 def _launch(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Launch:
     (rows, _, d), (_, kv_heads, dv) = q.shape, v.shape
-    tiles = tile_list(spec.q_offsets, spec.q_offsets, rows, spec.block_size, in_order=True)
+    tiles = tile_list(spec.k_offsets, spec.k_offsets, rows, spec.block_size, in_order=True)
     constants = {
         "D": d,
         "DV": dv,

@@ -91,4 +91,5 @@ def constants(heads: int, d: int, dv: int, spec: AttentionSpec, blocks: Blocks, 
         "CODES": codes,
         "CODE_HEADS": code_heads,
         "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
+        "SHARED_Q": spec.shared,
     }

@@ -19,6 +19,7 @@ from gemopt.kernels.triton.attention_backward import attention_backward_kv, atte
 from gemopt.kernels.triton.attention_backward_bias import attention_backward_bias
 from gemopt.kernels.triton.attention_forward import attention_forward
 from gemopt.kernels.triton.configs import Blocks, block_of, config, constants, is_heavy
+from gemopt.kernels.triton.split import combine, key_parts, multiprocessors
 from gemopt.ops import dropout as generator
 
 MAX_HEAD_DIM = 256
@@ -75,14 +76,14 @@ def _table_args(table: Tensor | None, stand_in: Tensor) -> list[Any]:
 def _shared_args(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> list[Any]:
     """Offsets to strides, as every kernel takes them; a kernel never reads through a stand-in."""
     return [
-        spec.q_offsets,
+        spec.k_offsets if spec.q_offsets is None else spec.q_offsets,
         spec.k_offsets,
         *(q if x is None else x for x in (spec.q_positions, spec.k_positions, spec.seed)),
         *_table_args(spec.bias, q),
         *_table_args(spec.mask, q),
         q.shape[0],
         k.shape[0],
-        spec.q_offsets.shape[0] - 1,
+        spec.batch,
         q.shape[1],
         q.shape[1] // k.shape[1],
         *(x.stride(dim) for x in (q, k, v) for dim in (0, 1)),
@@ -111,28 +112,43 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tenso
         return out.to(q.device), lse.to(q.device)
     spec = _prepare(spec, q.shape[0])
     q, k, v = (_dense_features(x) for x in (q, k, v))
-    (rows, heads, d), dv = q.shape, v.shape[2]
+    rows, (_, heads, d), dv = spec.out_rows(q), q.shape, v.shape[2]
     out = q.new_empty((rows, heads, dv))
     lse = q.new_empty((rows if spec.softmax else 0, heads), dtype=torch.float32)
     if out.numel() == 0:
         return out, lse
     blocks = config(max(d, dv), q.dtype, is_heavy(spec), is_interpreted()).forward
-    grid = (spec.q_offsets.shape[0], heads, _tiles(spec.max_q, blocks.q))
-    attention_forward[grid](
+    tiles = _tiles(spec.max_q, blocks.q)
+    parts, step = key_parts(spec.batch * heads * tiles, _splittable(spec, k), multiprocessors(q.device), blocks.k)
+    to, part_lse = out, lse
+    if parts > 1:
+        to, part_lse = (torch.empty((parts, *x.shape), dtype=torch.float32, device=q.device) for x in (out, lse))
+    attention_forward[((spec.batch + 1) * parts, heads, tiles)](
         q,
         k,
         v,
-        out,
-        lse,
+        to,
+        part_lse,
         *_shared_args(q, k, v, spec),
-        out.stride(0),
-        out.stride(1),
+        to.stride(-3),
+        to.stride(-2),
         *_numbers(spec),
+        parts,
+        step,
         **constants(heads, d, dv, spec, blocks, q.dtype),
+        SPLIT=parts > 1,
         num_warps=blocks.warps,
         num_stages=blocks.stages,
     )
+    if parts > 1:
+        combine(to, part_lse, out, lse, spec.softmax)
     return out, lse
+
+
+def _splittable(spec: AttentionSpec, k: Tensor) -> int:
+    """The most keys that a query walks over, as far as shapes tell; 0 where a band by row numbers leaves out most parts."""
+    by_row = spec.q_positions is None and spec.k_positions is None
+    return 0 if spec.masked and by_row else min(spec.max_k, k.shape[0])
 
 
 def backward(
@@ -154,7 +170,10 @@ def backward(
         return dq, dk, dv, None if bias is None else bias.to(q.device)
     spec = _prepare(spec, q.shape[0])
     dout, q, k, v = (_dense_features(x) for x in (dout, q, k, v))
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
+    # Of shared queries a gradient for each sequence, unrounded, to be summed in order.
+    rows, dtype = spec.out_rows(q), torch.float32 if spec.shared else q.dtype
+    dq = torch.empty((rows, *q.shape[1:]), dtype=dtype, device=q.device)
     if spec.softmax:
         assert out is not None and lse is not None
         lse = lse.contiguous()
@@ -172,14 +191,14 @@ def backward(
     ]
     if dk.numel() + dv.numel():
         blocks = cfg.backward_kv
-        attention_backward_kv[spec.q_offsets.shape[0], k.shape[1], _tiles(spec.max_k, blocks.k)](
+        attention_backward_kv[spec.batch + 1, k.shape[1], _tiles(spec.max_k, blocks.k)](
             *inputs, dk, dv, *shared, **_options(q, v, spec, blocks)
         )
     atomic = bias_grad and not (spec.q_positions is None and spec.k_positions is None)
     dbias = _empty_dbias(spec) if atomic else None
     if dq.numel():
         blocks = cfg.backward_q
-        attention_backward_q[spec.q_offsets.shape[0], q.shape[1], _tiles(spec.max_q, blocks.q)](
+        attention_backward_q[spec.batch + 1, q.shape[1], _tiles(spec.max_q, blocks.q)](
             *inputs,
             dq,
             *_table_args(dbias, q)[:5],
@@ -189,7 +208,7 @@ def backward(
         )
     if bias_grad and not atomic:
         dbias = _bias_gradient(inputs, shared, spec, cfg.backward_bias)
-    return dq, dk, dv, dbias
+    return (spec.gathered(dq, q) if spec.shared else dq), dk, dv, dbias
 
 
 def _options(q: Tensor, v: Tensor, spec: AttentionSpec, blocks: Blocks) -> dict[str, Any]:
@@ -238,7 +257,7 @@ def _bias_gradient(inputs: tuple[Tensor, ...], shared: list[Any], spec: Attentio
     assert spec.bias is not None
     q, _, v = inputs[:3]
     own_batch, own_heads, rows, cols = spec.bias.shape
-    batch = spec.q_offsets.shape[0] - 1
+    batch = spec.batch
     q_tiles, k_tiles = triton.cdiv(rows, blocks.q), triton.cdiv(cols, blocks.k)
     tiles = q_tiles * k_tiles
     if own_batch == 1:

@@ -8,6 +8,11 @@ Programs take every n-th tile of the list, so any two differ by at most one tile
 lists). Rows after the last offset belong to one more sequence with nothing to stream: its tiles write zeros. On a GPU
 one list serves all layers and directions of a batch (`gemopt.kernels.memo`).
 
+Streamed rows may be split into parts (`split.key_parts`): every tile then stands as often as there are parts, with the start
+and length of that part's rows, and the number of the part as the seventh word. The last part has what is left.
+
+A number in place of offsets says that every sequence has as many rows (queries that all sequences share).
+
 A list of whole sequences has one record for each that has any rows, ordered by the product of both lengths. Its seventh
 word counts the streamed rows that meet no stationary row (all of them, in a sequence without any; those after the last
 offset), whose results are nobody else's to write.
@@ -116,32 +121,79 @@ def build_tiles(
         tl.store(count_ptr, tl.minimum(everything, capacity))
 
 
-def tile_list(x_offsets: Tensor, y_offsets: Tensor, x_rows: int, block: int, in_order: bool = False) -> TileList:
+@triton.jit
+def split_tiles(records_ptr, count_ptr, to_ptr, to_count_ptr, parts, step, BLOCK: tl.constexpr):
+    """Grid: cdiv(tiles * parts, BLOCK). Tile t becomes the tiles t * parts and on, each with `step` streamed rows."""
+    count = tl.load(count_ptr)
+    t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tile, part = t // parts, t % parts
+    keep = tile < count
+    source, to = records_ptr + tile.to(tl.int64) * 8, to_ptr + t.to(tl.int64) * 8
+    for word in tl.static_range(6):
+        if word < 3 or word == 5:
+            tl.store(to + word, tl.load(source + word, mask=keep), mask=keep)
+    start, length = tl.load(source + 3, mask=keep, other=0), tl.load(source + 4, mask=keep, other=0)
+    passed = tl.minimum(part * step, length)
+    own = tl.where(part == parts - 1, length - passed, tl.minimum(length - passed, step))
+    tl.store(to + 3, start + passed, mask=keep)
+    tl.store(to + 4, own, mask=keep)
+    tl.store(to + 6, part, mask=keep)
+    if tl.program_id(0) == 0:
+        tl.store(to_count_ptr, count * parts)
+
+
+def tile_list(
+    x_offsets: Tensor | int,
+    y_offsets: Tensor | int,
+    x_rows: int,
+    block: int,
+    in_order: bool = False,
+    split: tuple[int, int] = (1, 0),
+) -> TileList:
     """Tiles of `block` stationary rows. Offsets int32 or int64 `[B + 1]`; `x_rows` is the size of the packed axis.
 
-    `in_order` lists sequence by sequence, for work that is equal in all tiles.
+    Of the two offsets one may be a number: the rows of every sequence.
+
+    `in_order` lists sequence by sequence, for work that is equal in all tiles. `split`: parts of the streamed rows, and how
+    many of them a part has.
     """
-    return _kept(x_offsets, y_offsets, x_rows, 0, block, in_order, False)
+    return _kept(x_offsets, y_offsets, x_rows, 0, block, in_order, False, *split)
 
 
 def sequence_list(x_offsets: Tensor, y_offsets: Tensor, x_rows: int, y_rows: int) -> TileList:
     """Whole sequences, with the sizes of both packed axes; `block` of the result is 0."""
-    return _kept(x_offsets, y_offsets, x_rows, y_rows, 0, False, True)
+    return _kept(x_offsets, y_offsets, x_rows, y_rows, 0, False, True, 1, 0)
 
 
-def _kept(x_offsets: Tensor, y_offsets: Tensor, *form: int) -> TileList:
+def _kept(x_offsets: Tensor | int, y_offsets: Tensor | int, *form: int) -> TileList:
     """`_build`, once for a batch on a GPU."""
     make = partial(_build, x_offsets, y_offsets, *form)
-    if not x_offsets.is_cuda:
+    given = _tensors(x_offsets, y_offsets)
+    if not given[0].is_cuda:
         return make()
-    stream = torch.cuda.current_stream(x_offsets.device).cuda_stream  # what one stream wrote, another may not see yet
-    return remembered(x_offsets, y_offsets, (stream, *form), make)
+    stream = torch.cuda.current_stream(given[0].device).cuda_stream  # what one stream wrote, another may not see yet
+    numbers = (x if isinstance(x, int) else None for x in (x_offsets, y_offsets))
+    return remembered(given[0], given[-1], (stream, *numbers, *form), make)
+
+
+def _tensors(*offsets: Tensor | int) -> list[Tensor]:
+    return [x for x in offsets if isinstance(x, Tensor)]
 
 
 def _build(
-    x_offsets: Tensor, y_offsets: Tensor, x_rows: int, y_rows: int, block: int, in_order: bool, whole: bool
+    x: Tensor | int,
+    y: Tensor | int,
+    x_rows: int,
+    y_rows: int,
+    block: int,
+    in_order: bool,
+    whole: bool,
+    parts: int,
+    step: int,
 ) -> TileList:
-    batch = x_offsets.shape[0] - 1
+    like = _tensors(x, y)[0]
+    x_offsets, y_offsets = (o if isinstance(o, Tensor) else torch.arange(len(like), device=like.device) * o for o in (x, y))
+    batch = like.shape[0] - 1
     capacity = batch + 1 if whole else x_rows // block + batch + 1
     records = torch.empty((capacity, 8), dtype=torch.int32, device=x_offsets.device)
     count = torch.empty(1, dtype=torch.int32, device=x_offsets.device)
@@ -161,4 +213,13 @@ def _build(
         CHUNK=256,
         num_warps=4,
     )
-    return TileList(records, count, block)
+    found = TileList(records, count, block)
+    return found if parts == 1 else _split(found, parts, step)
+
+
+def _split(tiles: TileList, parts: int, step: int) -> TileList:
+    """Every tile as often as there are parts of its streamed rows."""
+    records, count = tiles.records.new_empty((len(tiles.records) * parts, 8)), torch.empty_like(tiles.count)
+    grid = (triton.cdiv(len(records), 128),)
+    split_tiles[grid](tiles.records, tiles.count, records, count, parts, step, BLOCK=128, num_warps=4)
+    return TileList(records, count, tiles.block)

@@ -1,0 +1,130 @@
+"""The Gluon kernels for sm_100, which no GPU here can run: their source on threads, and what ptxas says of them.
+
+On threads (gluon_threads.py), with parts of 16 rows and tiles of 16, so that short sequences have many: results against the
+fp64 reference for several orders of events. The compiled kernels are bounded in spills, shared memory and tensor memory.
+GEMOPT_TEST_SWEEP=1 runs more orders, all cases and all configurations. On a GPU of compute capability 10.0, the cases run as
+they are.
+"""
+
+import importlib.util
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+if importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("needs compiled triton", allow_module_level=True)
+
+from gemopt.kernels.gluon import aot, scores
+from gemopt.kernels.gluon.blackwell import attention, launch
+from gemopt.kernels.gluon.blackwell.backward import attention_backward
+from gemopt.kernels.gluon.blackwell.forward import attention_forward
+from gemopt.kernels.gluon.launch import Call
+from gemopt.kernels.spec import ACTIVATIONS, AttentionSpec
+from gemopt.kernels.triton.tiles import TileList
+from gemopt.ops import attention as ops
+from gemopt.ops import dispatch
+from tests.hostile.common import SWEEPING, sweep
+from tests.kernels import gluon_threads
+from tests.ops.attention_cases import OPS, Case, assert_close, check, draw, run
+
+ROWS = 16  # of a part, in place of 128
+BF16, FP16 = torch.bfloat16, torch.float16
+EDGES = (1, 0, 15, 16, 17, 31, 32, 33, 0, 70, 0)
+OTHER = (16, 3, 0, 1, 33, 31, 0, 17, 0, 40, 17)
+FORWARD = launch.ForwardConfig(keys=16, stages=2, q_stages=1)
+SIDE = launch.SideConfig(rows=16, stages=2, x_stages=1)
+
+
+def gdpa(name: str, **kwargs: Any) -> dict[str, Any]:
+    return {"op": "gdpa", "kwargs": {"activation": name, "scale": 0.2, **kwargs}}
+
+
+CASES = {
+    "self": Case(EDGES, d=32, spare=3),
+    "cross, GQA": Case(EDGES, OTHER, heads=4, kv_heads=2, d=32, spare=1),
+    "causal": Case((1, 0, 70, 33), d=32, heads=1, kv_heads=1, kwargs={"causal": True}),
+    "window": Case((70, 5, 100), d=32, heads=1, kv_heads=1, kwargs={"window": (20, 3)}),
+    "gelu": Case((5, 0, 40, 33), (33, 0, 0, 70), d=32, spare=17, **gdpa("gelu", post_scale=0.5)),
+    "no keys": Case((3, 20), (0, 0), d=32, spare=20),
+    "no queries": Case((0, 0), (3, 20), d=32, spare=2),
+}
+MORE = {
+    **{name: Case(EDGES, OTHER, d=32, **gdpa(name)) for name in ACTIVATIONS},
+    "causal, bottom right": Case(EDGES, OTHER, d=32, kwargs={"causal": True, "causal_align": "bottom_right"}),
+    "window left": Case(EDGES, OTHER, d=32, kwargs={"window": (25, -1)}),
+    "window right": Case(EDGES, OTHER, d=32, kwargs={"window": (-1, 3), "causal_align": "bottom_right"}),
+    "window zero": Case(EDGES, d=32, kwargs={"window": (0, 0)}),
+    "identity, window": Case(EDGES, d=32, **gdpa("identity", window=(20, 0))),
+    "silu, causal, GQA": Case(EDGES, d=32, heads=4, kv_heads=1, **gdpa("silu", causal=True)),
+    "per head": Case(EDGES, OTHER, d=32, heads=4, kv_heads=2, **gdpa("gelu", activation=["gelu", "gelu", "relu", "relu"])),
+    "large scores": Case((70, 40), (100, 120), d=32, kwargs={"scale": 3.0}),
+    "all empty but one": Case((0, 0, 5, 0), (0, 7, 0, 0), d=32, spare=1),
+}
+
+
+def tile_list(x_offsets: Tensor, y_offsets: Tensor, rows: int, block: int) -> TileList:
+    """See kernels/triton/tiles.py; here sequence by sequence."""
+    x, y = x_offsets.tolist(), y_offsets.tolist()
+    sequences = [(x[b], x[b + 1] - x[b], y[b], y[b + 1] - y[b]) for b in range(len(x) - 1)]
+    sequences.append((x[-1], rows - x[-1], y[-1], 0))
+    records = [[first, *s, 0, 0, 0] for s in sequences for first in range(0, s[1], block)]
+    return TileList(torch.tensor(records or [[0] * 8], dtype=torch.int32), torch.tensor([len(records)]), block)
+
+
+def statistics(out: Tensor, dout: Tensor, lse: Tensor, scale: float) -> Tensor:
+    """See gluon/backward.py, `row_statistics`."""
+    delta = (out.float() * dout.float()).sum(2)
+    return torch.stack([torch.where(lse == -torch.inf, lse, -lse / scale).T, -delta.T])
+
+
+@pytest.fixture
+def on_threads(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The ops run these kernels on threads; attributes may be changed between calls."""
+    options = SimpleNamespace(programs=2, seed=0)
+    plain = gluon_threads.Plain(M=ROWS)
+
+    def runs(kernel: Any, arguments: Any) -> Any:
+        return lambda *args: gluon_threads.launch(plain(kernel), arguments(*args), options.programs, options.seed)
+
+    empty = torch.empty
+    monkeypatch.setattr(launch, "M", ROWS)
+    monkeypatch.setattr(launch, "OUT_COLUMNS", 16)
+    monkeypatch.setattr(launch, "FORWARDS", {32: FORWARD})
+    monkeypatch.setattr(launch, "SIDES", {32: SIDE})
+    monkeypatch.setattr(launch, "run_forward", runs(attention_forward, launch.forward_arguments))
+    monkeypatch.setattr(launch, "run_side", runs(attention_backward, launch.side_arguments))
+    monkeypatch.setattr(attention, "tile_list", tile_list)
+    monkeypatch.setattr(attention, "statistics", statistics)
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: empty(*a, **k).fill_(torch.nan))
+
+    def backward(*args: Any) -> Any:
+        return *attention.backward(*args[:-1]), None
+
+    monkeypatch.setattr(ops, "attention_kernels", lambda q: (attention.forward, backward))
+    return options
+
+
+def compare(case: Case, dtype: torch.dtype, options: SimpleNamespace, seeds: range) -> None:
+    inputs = draw(case, dtype)
+    op, eager_op = OPS[case.op]
+    exact, eager = run(eager_op, inputs, torch.float64), run(eager_op, inputs, dtype)
+    for options.seed in seeds:
+        assert_close(run(op, inputs, dtype), eager, exact, dtype)
+
+
+@pytest.mark.parametrize("case", [*CASES.values(), *(pytest.param(c, marks=sweep) for c in MORE.values())], ids=[*CASES, *MORE])
+def test_on_threads(case: Case, on_threads: SimpleNamespace) -> None:
+    compare(case, BF16, on_threads, range(20 if SWEEPING else 1))
+
+
+@pytest.mark.parametrize("dtype", [FP16, pytest.param(BF16, marks=sweep)], ids=str)
+def test_more_buffers_on_threads(dtype: torch.dtype, on_threads: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three tiles in flight, two query tiles, one program."""
+    on_threads.programs = 1
+    monkeypatch.setattr(launch, "FORWARDS", {32: launch.ForwardConfig(keys=16, stages=3, q_stages=2)})
+    monkeypatch.setattr(launch, "SIDES", {32: launch.SideConfig(rows=8, stages=3, x_stages=2)})
+    compare(Case((33, 1, 0, 70), d=32), dtype, on_threads, range(20 if SWEEPING else 1))

@@ -115,8 +115,34 @@ class Value(Tensor):
     type = property(lambda self: types.SimpleNamespace(layout=None))  # type: ignore[assignment]
 
 
-def value(x: Any) -> Tensor:
-    return torch.as_tensor(x).as_subclass(Value)
+def value(x: Tensor) -> Tensor:
+    return x.as_subclass(Value)
+
+
+class Scalar(int):
+    """An integer with the one method that kernels call on theirs."""
+
+    def to(self, dtype: Any) -> "Scalar":
+        return self
+
+
+def _stays(name: str) -> None:
+    plain = getattr(int, name)
+
+    def method(a: int, b: Any) -> Any:
+        c = plain(a, b)
+        return c if c is NotImplemented else Scalar(c)
+
+    setattr(Scalar, name, method)
+
+
+for _operator in ("add", "sub", "mul", "floordiv", "mod", "and", "xor"):
+    _stays(f"__{_operator}__")
+    _stays(f"__r{_operator}__")
+
+
+def scalars(*ends: int) -> Any:
+    return map(Scalar, range(*ends))
 
 
 class Cell:
@@ -268,19 +294,24 @@ class language(types.SimpleNamespace):
     constexpr = staticmethod(lambda x: x)
     allocate_shared_memory = Shared
     SliceLayout = BlockedLayout = SwizzledSharedLayout = staticmethod(lambda *unused: None)
-    where, exp2, log2 = staticmethod(lambda c, a, b: _where(c, a, b)), torch.exp2, torch.log2
+    exp2, log2 = torch.exp2, torch.log2
     zeros_like, full_like = torch.zeros_like, torch.full_like
     convert_layout = staticmethod(lambda x, layout: x)
     static_range = range
-    to_tensor = staticmethod(value)
     num_warps = staticmethod(lambda: 4)
-    program_id = staticmethod(lambda axis: machine.program)
+    program_id = staticmethod(lambda axis: Scalar(machine.program))
     num_programs = staticmethod(lambda axis: machine.programs)
-    minimum = staticmethod(lambda a, b: torch.minimum(*_pair(a, b)))
-    maximum = staticmethod(lambda a, b: torch.maximum(*_pair(a, b)))
+    minimum = staticmethod(lambda a, b: Scalar(min(a, b)) if isinstance(a, int) else a.clamp(max=b))
+    maximum = staticmethod(lambda a, b: Scalar(max(a, b)) if isinstance(a, int) else a.clamp(min=b))
     sum = staticmethod(lambda x, axis: x.sum(axis))
     max = staticmethod(lambda x, axis: x.amax(axis))
     arange = staticmethod(lambda first, end, layout=None: value(torch.arange(first, end)))
+
+    @staticmethod
+    def where(condition: Any, a: Any, b: Any) -> Any:
+        if isinstance(condition, bool):
+            return Scalar(a if condition else b)
+        return torch.where(condition, a, b)
 
     @staticmethod
     def full(shape: Any, x: float, dtype: Any, layout: Any = None) -> Tensor:
@@ -295,9 +326,11 @@ class language(types.SimpleNamespace):
         assert condition, message
 
     @staticmethod
-    def load(pointer: Pointer, mask: Any = None, other: float = 0) -> Tensor:
-        offset, keep = pointer.at(mask)
+    def load(pointer: Pointer, mask: Any = None, other: float = 0) -> Any:
         flat = pointer.memory.reshape(-1)
+        if isinstance(pointer.offset, int):
+            return Scalar(flat[pointer.offset].item())
+        offset, keep = pointer.at(mask)
         return value(torch.where(keep, flat[offset], torch.as_tensor(other, dtype=flat.dtype)))
 
     @staticmethod
@@ -309,16 +342,6 @@ class language(types.SimpleNamespace):
     def warp_specialize(roles: list[Any], warps: list[int], registers: list[int]) -> None:
         for i, (function, args) in enumerate(roles):
             machine.roles.append(Role(f"{i} {function.__name__}", lambda f=function, a=args: f(*a)))  # type: ignore[misc]
-
-
-def _pair(a: Any, b: Any) -> tuple[Tensor, Tensor]:
-    a, b = value(a), value(b)
-    kind = torch.promote_types(a.dtype, b.dtype) if a.is_floating_point() == b.is_floating_point() else torch.float32
-    return a.to(kind), b.to(kind)
-
-
-def _where(condition: Any, a: Any, b: Any) -> Tensor:
-    return torch.where(value(condition), *_pair(a, b))
 
 
 class mbarrier:
@@ -407,7 +430,8 @@ def tcgen05_mma(
     add = bool(use_acc)
 
     def product() -> None:
-        c = a.matrix().float() @ b.matrix().float()
+        # Not `@`: small as these are, it would wake its threads.
+        c = (a.matrix().float()[:, :, None] * b.matrix().float()).sum(1)
         acc.write(acc.matrix() + c if add else c)
 
     assert a.shape[1] == b.shape[0] and acc.shape == [a.shape[0], b.shape[1]]
@@ -422,10 +446,6 @@ def tcgen05_commit(bar: Shared) -> None:
     machine.products.append((mbarrier._of(bar).arrive, set(), set()))
 
 
-def numbers(*ends: Any) -> Any:
-    return map(value, range(*map(int, ends)))
-
-
 REPLACED = {
     "gl": language,
     "mbarrier": mbarrier,
@@ -437,7 +457,7 @@ REPLACED = {
     "TensorMemoryLayout": lambda *unused: None,
     "get_tmem_reg_layout": lambda *unused: None,
     "fast_tanh": torch.tanh,
-    "range": numbers,
+    "range": scalars,
 }
 
 
@@ -490,4 +510,4 @@ def _argument(x: Any) -> Any:
         return Pointer(x)
     if hasattr(x, "block_shape"):
         return Descriptor(x)
-    return value(x) if isinstance(x, int) and not isinstance(x, bool) else x
+    return Scalar(x) if isinstance(x, int) and not isinstance(x, bool) else x

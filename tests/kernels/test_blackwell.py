@@ -8,6 +8,7 @@ they are.
 
 import importlib.util
 import os
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -119,7 +120,9 @@ def compare(case: Case, dtype: torch.dtype, options: SimpleNamespace) -> None:
         assert_close(run(op, inputs, dtype), eager, exact, dtype)
 
 
-@pytest.mark.parametrize("case", [*CASES.values(), *(pytest.param(c, marks=sweep) for c in MORE.values())], ids=[*CASES, *MORE])
+@pytest.mark.parametrize(
+    "case", [*CASES.values(), *(pytest.param(c, marks=sweep) for c in MORE.values())], ids=[*CASES, *MORE]
+)
 def test_on_threads(case: Case, on_threads: SimpleNamespace) -> None:
     compare(case, BF16, on_threads)
 
@@ -151,3 +154,96 @@ def test_a_barrier_less_is_seen(on_threads: SimpleNamespace, monkeypatch: pytest
             for on_threads.seed in range(10):
                 inputs = draw(case, BF16)
                 OPS[case.op][0](*(x.to(BF16) for x in (inputs.q, inputs.k, inputs.v)), **inputs.kwargs)
+
+
+SHARED_MEMORY = 232_448  # bytes a program may use on sm_100
+COLUMNS = 512  # of tensor memory
+# Bytes of spill stores and loads together, all roles. The key side keeps P, its slope and a mask of 64 columns; so does the
+# query side without P.
+SPILLS = {"forward": 64, "query_side": 160, "key_side": 400}
+# (kernel, head dim, score function, window)
+COMPILED = [("forward", 128, "softmax", True), ("query_side", 64, "softmax", False), ("key_side", 128, "gelu", True)]
+SWEPT = [(k, d, n, w) for k in SPILLS for d in (32, 64, 128) for n in ("softmax", *ACTIVATIONS) for w in (False, True)]
+
+
+def arguments(kernel: str, d: int, call: Call, dtype: torch.dtype) -> dict[str, Any]:
+    """A launch of `kernel`, with tensors of the CPU."""
+    q, k, v, dout = (torch.zeros(256, 2, d, dtype=dtype) for _ in range(4))
+    floats = torch.zeros(256, 2)
+    tiles = TileList(torch.zeros(8, 8, dtype=torch.int32), torch.zeros(1, dtype=torch.int32), 128)
+    if kernel == "forward":
+        return launch.forward_arguments(q, k, v, dout, floats, tiles, call, launch.FORWARDS[d])
+    key_side = kernel == "key_side"
+    x, y = ((k, v), (q, dout)) if key_side else ((q, dout), (k, v))
+    return launch.side_arguments(x, y, x, floats, tiles, call, launch.SIDES[d], key_side)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kernel", "d", "name", "window"),
+    [*COMPILED, *(pytest.param(*c, marks=sweep) for c in SWEPT if c not in COMPILED)],
+)
+def test_compiles(kernel: str, d: int, name: str, window: bool) -> None:
+    for dtype in (BF16, FP16) if SWEEPING else (BF16,):
+        left, right = (3, 0) if window else (-1, -1)
+        call = Call(scores.code(name, dtype), 0.1, left=left, right=right, bottom_right=window)
+        function = attention_forward if kernel == "forward" else attention_backward
+        found = aot.compile_kernel(function, arguments(kernel, d, call, dtype), 100)
+        assert found.spilled <= SPILLS[kernel], f"{found.spilled} bytes spilled"
+        assert found.shared <= SHARED_MEMORY and found.tensor_memory <= COLUMNS
+        assert not found.warnings, found.warnings
+        assert "tcgen05.mma" in found.ptx and "setmaxnreg" in found.ptx and "mma.sync" not in found.ptx
+
+
+def spec_of(**changes: Any) -> AttentionSpec:
+    offsets = torch.tensor([0, 4, 10])
+    return replace(
+        AttentionSpec(offsets, offsets, 6, 6, 0.1, False, False, (-1, -1), None, None, 0.0, None), **changes
+    )  # fmt: skip
+
+
+def test_refusals() -> None:
+    def reason(d: int = 64, dtype: torch.dtype = BF16, dv: int | None = None, **changes: Any) -> str | None:
+        q, k = (torch.zeros(10, heads, d, dtype=dtype) for heads in (4, 2))
+        v = torch.zeros(10, 2, d if dv is None else dv, dtype=dtype)
+        return attention.unsupported(q, k, v, spec_of(**changes))
+
+    assert reason() is None and reason(activations=("gelu",)) is None and reason(causal=True, window=(3, -1)) is None
+    assert "bf16 or fp16" in str(reason(dtype=torch.float32))
+    assert "head dim 256" in str(reason(d=256)) and "head dim 48" in str(reason(d=48))
+    assert "equal head dims" in str(reason(dv=32))
+    assert "dropout" in str(reason(dropout_p=0.1))
+    assert "positions" in str(reason(causal=True, q_positions=torch.arange(10)))
+    assert "bias" in str(reason(bias=torch.zeros(1, 1, 1, 1)))
+    assert "blocks" in str(reason(block_size=4))
+    assert "one score function" in str(reason(activations=("gelu", "relu", "gelu", "relu")))
+    cpu = torch.zeros(10, 2, 64, dtype=BF16)
+    assert "CUDA device" in str(attention.refusal(cpu, cpu, cpu, spec_of()))
+
+
+def test_only_who_asks_for_them_gets_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = SimpleNamespace(device=torch.device("cuda"))
+    for tier in (None, "portable", "blackwell"):
+        monkeypatch.delenv("GEMOPT_TIER", raising=False)
+        if tier:
+            monkeypatch.setenv("GEMOPT_TIER", tier)
+        for capability in ((8, 0), (9, 0), (10, 0), (12, 0)):
+            monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, c=capability: c)
+            assert dispatch.is_blackwell(x) == (tier == "blackwell" and capability == (10, 0))
+            assert dispatch.is_hopper(x) == (tier != "portable" and capability == (9, 0))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("d", [32, 64, 128])
+def test_on_hardware(d: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All cases, and lengths around the tiles of 128 rows."""
+    if torch.cuda.get_device_capability() != (10, 0):
+        pytest.skip("needs compute capability 10.0")
+    monkeypatch.setenv("GEMOPT_TIER", "blackwell")
+    for case in (*CASES.values(), *MORE.values()):
+        lens = tuple(8 * n - n % 3 for n in case.q_lens)
+        keys = None if case.k_lens is None else tuple(8 * n - n % 3 for n in case.k_lens)
+        inputs = draw(replace(case, d=d, q_lens=lens, k_lens=keys), dtype)
+        assert attention.unsupported(inputs.q.to(dtype), inputs.k.to(dtype), inputs.v.to(dtype), spec_of()) is None
+        check(replace(case, d=d, q_lens=lens, k_lens=keys), dtype, "cuda")

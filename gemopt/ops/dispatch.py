@@ -2,6 +2,8 @@
 
 Three tiers: the CPU's, the portable Triton kernels, and the Gluon kernels for compute capability 9.0, which take the
 calls that `gemopt.kernels.gluon.attention.refusal` has no objection to. `GEMOPT_TIER=portable` leaves the last out.
+Those for compute capability 10.0 (`gemopt.kernels.gluon.blackwell`) have not run on hardware yet and are used only under
+`GEMOPT_TIER=blackwell`.
 
 `GEMOPT_FORCE_TRITON=1` sends CPU tensors to the Triton kernels; with `TRITON_INTERPRET=1` these then run under Triton's
 interpreter, which is how the kernels are tested without a GPU.
@@ -46,6 +48,16 @@ def is_hopper(x: Tensor) -> bool:
     )
 
 
+def is_blackwell(x: Tensor) -> bool:
+    """Whether ops on `x` may run as the Gluon kernels that are untested on hardware: only if asked to."""
+    return (
+        os.environ.get("GEMOPT_TIER") == "blackwell"
+        and x.device.type == "cuda"
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(x.device) == (10, 0)
+    )
+
+
 def _forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
     # Imported here: triton is absent on some CPU installs, and Gluon is of use on one kind of device.
     from gemopt.kernels.triton import block_attention as blocks
@@ -58,6 +70,11 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tens
 
         if hopper.refusal(q, k, v, spec) is None:
             return hopper.forward(q, k, v, spec)
+    if is_blackwell(q):
+        from gemopt.kernels.gluon.blackwell import attention as blackwell
+
+        if blackwell.refusal(q, k, v, spec) is None:
+            return blackwell.forward(q, k, v, spec)
     return portable.forward(q, k, v, spec)
 
 
@@ -86,4 +103,9 @@ def _backward(
 
         if hopper.refusal(q, k, v, spec, backward=True) is None:
             return *hopper.backward(dout, q, k, v, out, lse, spec), None
+    if is_blackwell(q) and not bias_grad:
+        from gemopt.kernels.gluon.blackwell import attention as blackwell
+
+        if blackwell.refusal(q, k, v, spec) is None:
+            return *blackwell.backward(dout, q, k, v, out, lse, spec), None
     return portable.backward(dout, q, k, v, out, lse, spec, bias_grad)

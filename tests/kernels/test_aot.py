@@ -1,9 +1,9 @@
-"""The Triton kernels compile ahead of time for sm_90 and sm_100 without register spills.
+"""The Triton kernels compile ahead of time for sm_90 and sm_100 without register spills, for sm_100 with tcgen05.
 
 No GPU is needed: Triton emits PTX for any target, and the ptxas in its wheel reports registers and spills. The table
 holds the variants whose tiles were chosen for this; a new tile size in `config` has to pass here. With a bias and a mask
-64 bytes are let pass. GEMOPT_TEST_SWEEP=1 compiles the whole table for both targets, other runs
-each row of ALWAYS for one.
+64 bytes are let pass. A C75xx warning means that ptxas serialises products; on sm_100 all products of 16 bits have to be
+tcgen05's. GEMOPT_TEST_SWEEP=1 compiles the whole table for both targets, other runs each row of ALWAYS for one.
 """
 
 import importlib.util
@@ -123,6 +123,10 @@ def signature_of(kernel: Any, dtype: torch.dtype, constexprs: dict[str, Any]) ->
     return signature
 
 
+SHARED_MEMORY = 232_448  # bytes a program may use
+COLUMNS = 512  # of tensor memory
+
+
 def spilled_bytes(
     kernel: Any,
     dtype: torch.dtype,
@@ -133,7 +137,10 @@ def spilled_bytes(
     stages: int = 1,
     wide: tuple[str, ...] = (),
 ) -> tuple[int, str]:
-    """Bytes of spill stores and loads, and what ptxas said. wide: arguments that are fp32, whatever the dtype."""
+    """Bytes of spill stores and loads, and what ptxas said. `folder` has the kernel's PTX afterwards.
+
+    wide: arguments that are fp32, whatever the dtype.
+    """
     signature = signature_of(kernel, dtype, constexprs)
     for name in (n for n in wide if n in signature):
         signature[name] = "*fp32" if name.endswith("_ptr") else "fp32"
@@ -146,6 +153,7 @@ def spilled_bytes(
     compiled = triton.compile(
         source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps, "num_stages": stages}
     )
+    assert compiled.metadata.shared <= SHARED_MEMORY and compiled.metadata.tmem_size <= COLUMNS
     ptx = folder / "kernel.ptx"
     ptx.write_text(compiled.asm["ptx"])
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -175,7 +183,7 @@ def cases() -> list[Any]:
 def test_attention_does_not_spill(row: tuple, capability: int, tmp_path: Path) -> None:
     d, dv, dtype, variant = row
     spec = spec_of(variant)
-    cfg = configs.config(max(d, dv), dtype, configs.is_heavy(spec))
+    cfg = configs.config(max(d, dv), dtype, configs.is_heavy(spec), blackwell=capability == 100)
     for name, kernel in KERNELS.items():
         if name == "backward_bias" and spec.bias is None:
             continue
@@ -190,6 +198,10 @@ def test_attention_does_not_spill(row: tuple, capability: int, tmp_path: Path) -
         )
         spilled, report = spilled_bytes(kernel, dtype, constexprs, capability, tmp_path, blocks.warps, blocks.stages)
         assert spilled <= (64 if spec.bias is not None else 0), f"{name}: {report}"
+        assert not re.search(r"C75\d\d", report), f"{name}: {report}"
+        if capability == 100 and dtype != torch.float32:
+            ptx = (tmp_path / "kernel.ptx").read_text()
+            assert "tcgen05.mma" in ptx and "mma.sync" not in ptx, f"{name}: products are not tcgen05's"
 
 
 @pytest.mark.parametrize("capability", [90, 100])

@@ -1,4 +1,4 @@
-"""Warp-specialised attention for Hopper (sm_90), written in Gluon, Triton's explicit-layout language.
+"""Warp-specialised attention for Hopper (sm_90; `blackwell` has sm_100), written in Gluon, Triton's explicit-layout language.
 
 One warp copies tiles with the tensor memory accelerator (TMA); two or three warpgroups multiply and apply the score
 function. A program takes tiles from a list ordered longest first (`kernels/triton/tiles.py`), so 132 programs finish together whatever

@@ -21,11 +21,15 @@ from triton.runtime.jit import mangle_type
 
 @dataclass(frozen=True)
 class Resources:
-    """Per thread registers at launch, spilled bytes, shared memory bytes and ptxas warnings of one kernel."""
+    """Per thread registers at launch, spilled bytes, shared memory bytes and ptxas warnings of one kernel.
+
+    tensor_memory: 32-bit columns of tensor memory, of the 512 there are on sm_100.
+    """
 
     registers: int
     spilled: int
     shared: int
+    tensor_memory: int
     warnings: tuple[str, ...]
     ptx: str
 
@@ -47,6 +51,7 @@ def compile_kernel(kernel: Any, arguments: dict[str, Any], capability: int = 90)
         int(registers.group(1)) if registers else 0,
         sum(map(int, re.findall(r"(\d+) bytes spill", report))),
         compiled.metadata.shared,
+        compiled.metadata.tmem_size,
         tuple(re.findall(r".*C75\d\d.*", report)),
         compiled.asm["ptx"],
     )

@@ -26,12 +26,13 @@ def refusal(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, backward: bool
         return f"needs a CUDA device, got {q.device.type}"
     if torch.cuda.get_device_capability(q.device) != (9, 0):
         return "needs compute capability 9.0"
+    return unsupported_form(q, k, spec) or unsupported_sizes(q, k, v, spec) or _unconfigured(q, spec, backward)
+
+
+def unsupported_form(q: Tensor, k: Tensor, spec: AttentionSpec) -> str | None:
+    """What no kernel here does, on any device."""
     if q.dtype not in (torch.bfloat16, torch.float16):
         return f"needs bf16 or fp16, got {q.dtype}"
-    return _unsupported_form(q, k, v, spec) or _unsupported_shape(q, k, v, spec, backward)
-
-
-def _unsupported_form(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> str | None:
     if spec.bias is not None or spec.mask is not None:
         return "has no bias and no mask"
     if spec.dropout_p > 0:
@@ -48,13 +49,18 @@ def _unsupported_form(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> s
     return None
 
 
-def _unsupported_shape(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, backward: bool) -> str | None:
+def unsupported_sizes(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> str | None:
+    """Sizes that no kernel here takes, on any device."""
     if q.shape[2] != v.shape[2]:
         return f"needs equal head dims, got {q.shape[2]} and {v.shape[2]}"
     if 0 in q.shape or 0 in k.shape or spec.batch < 1:
         return "needs rows and sequences"
     if max(spec.out_rows(q), k.shape[0]) >= MAX_ROWS:
         return f"needs fewer than 2^30 rows, got {max(spec.out_rows(q), k.shape[0])}"
+    return None
+
+
+def _unconfigured(q: Tensor, spec: AttentionSpec, backward: bool) -> str | None:
     shape = shape_of(q, spec)
     if table.forward_config(shape) is None or (backward and table.backward_form(shape, False, False) is None):
         return f"has no configuration for {shape}"

@@ -72,23 +72,24 @@ def row_statistics(
 def weights_and_slopes(s, x, y, x_len, y_len, scale, prescale, band, ACT: gl.constexpr):
     """P and dS/dP of a tile, each in its units; under softmax S started from -lse / scale, and dP from -delta."""
     layout: gl.constexpr = s.type.layout
+    ROWS_X: gl.constexpr = s.shape[0]
     ROWS_Y: gl.constexpr = s.shape[1]
     if ACT == SOFTMAX:
         if band.MASKED:
-            if band.cuts(x, M, y, ROWS_Y, x_len, y_len):
-                s = gl.where(band.sees(x, M, y, ROWS_Y, x_len, y_len, layout), s, float("-inf"))
+            if band.cuts(x, ROWS_X, y, ROWS_Y, x_len, y_len):
+                s = gl.where(band.sees(x, ROWS_X, y, ROWS_Y, x_len, y_len, layout), s, float("-inf"))
         p = gl.exp2(s * scale)
         return p, p
     else:
         if prescale != 1.0:
             s = s * prescale
         if band.MASKED and vanishes(ACT):
-            if band.cuts(x, M, y, ROWS_Y, x_len, y_len):
-                s = gl.where(band.sees(x, M, y, ROWS_Y, x_len, y_len, layout), s, FAR / scale)
+            if band.cuts(x, ROWS_X, y, ROWS_Y, x_len, y_len):
+                s = gl.where(band.sees(x, ROWS_X, y, ROWS_Y, x_len, y_len, layout), s, FAR / scale)
         p, slope = units_and_slope(s, scale, ACT)
         if band.MASKED and not vanishes(ACT):
-            if band.cuts(x, M, y, ROWS_Y, x_len, y_len):
-                seen = band.sees(x, M, y, ROWS_Y, x_len, y_len, layout)
+            if band.cuts(x, ROWS_X, y, ROWS_Y, x_len, y_len):
+                seen = band.sees(x, ROWS_X, y, ROWS_Y, x_len, y_len, layout)
                 p = gl.where(seen, p, 0.0)
                 slope = gl.where(seen, slope, 0.0)
         return p, slope

@@ -33,12 +33,24 @@ def _config(forward: Blocks, backward_kv: Blocks, backward_q: Blocks) -> Config:
     return Config(forward, backward_kv, backward_q, replace(backward_q, k=min(backward_q.k, 32)))
 
 
-def config(head_dim: int, dtype: torch.dtype, heavy: bool = False, interpreted: bool = False) -> Config:
+def config(
+    head_dim: int, dtype: torch.dtype, heavy: bool = False, interpreted: bool = False, blackwell: bool = False
+) -> Config:
     """Tiles that fit without register spills on sm_90 and sm_100 (tests/kernels/test_aot.py).
 
     `heavy`: positions, windows, dropout, tables and mixed activations need registers too. fp32 products are exact, made of
     scalar multiply-adds; above head_dim 128 their backward spills.
+
+    `blackwell`: tcgen05 takes products of 64 rows and more, Triton else falls back to the mma.sync of older devices. So a
+    tile has at least 64 of the rows that its kernel owns (but for biases above head_dim 128). Compiled, not measured.
     """
+    if blackwell and not interpreted and dtype != torch.float32:
+        found = config(head_dim, dtype, heavy)
+        if head_dim <= 128:
+            return replace(
+                found, backward_kv=Blocks(32 if heavy or head_dim > 64 else 64, 64, 4 if head_dim <= 64 else 8, 2)
+            )
+        return replace(found, backward_kv=Blocks(32, 64, 8, 1), backward_q=Blocks(64, 16, 8, 1))
     if interpreted:
         blocks = Blocks(32, 64, 4, 1)  # the interpreter's time goes by tiles
         return Config(blocks, blocks, blocks, blocks)

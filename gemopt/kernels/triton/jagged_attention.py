@@ -33,6 +33,10 @@ def is_interpreted() -> bool:
     return not isinstance(attention_forward, triton.runtime.JITFunction)
 
 
+def is_blackwell(x: Tensor) -> bool:
+    return x.is_cuda and torch.version.hip is None and torch.cuda.get_device_capability(x.device)[0] == 10
+
+
 def _needs_host(q: Tensor, v: Tensor) -> bool:
     """fp64 is for verification: no tensor cores worth a kernel."""
     if max(q.shape[2], v.shape[2]) > MAX_HEAD_DIM and q.dtype != torch.float64:
@@ -117,7 +121,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tenso
     lse = q.new_empty((rows if spec.softmax else 0, heads), dtype=torch.float32)
     if out.numel() == 0:
         return out, lse
-    blocks = config(max(d, dv), q.dtype, is_heavy(spec), is_interpreted()).forward
+    blocks = config(max(d, dv), q.dtype, is_heavy(spec), is_interpreted(), is_blackwell(q)).forward
     tiles = _tiles(spec.max_q, blocks.q)
     parts, step = key_parts(spec.batch * heads * tiles, _splittable(spec, k), multiprocessors(q.device), blocks.k)
     to, part_lse = out, lse
@@ -180,7 +184,7 @@ def backward(
         delta = _delta(_dense_features(out), dout)
     else:
         lse = delta = q  # stand-ins: rows do not know of each other
-    cfg = config(max(q.shape[2], v.shape[2]), q.dtype, is_heavy(spec), is_interpreted())
+    cfg = config(max(q.shape[2], v.shape[2]), q.dtype, is_heavy(spec), is_interpreted(), is_blackwell(q))
     inputs = (q, k, v, dout, lse, delta)
     shared = [
         *_shared_args(q, k, v, spec),

@@ -3,7 +3,7 @@
 Three tiers: the CPU's, the portable Triton kernels, and the Gluon kernels for compute capability 9.0, which take the
 calls that `gemopt.kernels.gluon.attention.refusal` has no objection to. `GEMOPT_TIER=portable` leaves the last out.
 Those for compute capability 10.0 (`gemopt.kernels.gluon.blackwell`) have not run on hardware yet and are used only under
-`GEMOPT_TIER=blackwell`.
+`GEMOPT_TIER=blackwell`. Likewise `GEMOPT_TIER=untried` asks for forms that compile for 9.0 and have not run there.
 
 `GEMOPT_FORCE_TRITON=1` sends CPU tensors to the Triton kernels; with `TRITON_INTERPRET=1` these then run under Triton's
 interpreter, which is how the kernels are tested without a GPU.
@@ -48,6 +48,12 @@ def is_hopper(x: Tensor) -> bool:
     )
 
 
+def untried() -> bool:
+    """Whether forms of the kernels may be chosen that have not run on a device: keys split among programs, shared queries
+    read in place, sums of dQ in a fixed order. Without them shared queries are copied for every sequence."""
+    return os.environ.get("GEMOPT_TIER") == "untried"
+
+
 def is_blackwell(x: Tensor) -> bool:
     """Whether ops on `x` may run as the Gluon kernels that are untested on hardware: only if asked to."""
     return (
@@ -68,8 +74,9 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tens
     if is_hopper(q):
         from gemopt.kernels.gluon import attention as hopper
 
-        if hopper.refusal(q, k, v, spec) is None:
-            return hopper.forward(q, k, v, spec)
+        own, spread = (q, spec) if untried() else spec.spread(q)
+        if hopper.refusal(own, k, v, spread) is None:
+            return hopper.forward(own, k, v, spread)
     if is_blackwell(q):
         from gemopt.kernels.gluon.blackwell import attention as blackwell
 
@@ -101,8 +108,10 @@ def _backward(
     if is_hopper(q) and not bias_grad:
         from gemopt.kernels.gluon import attention as hopper
 
-        if hopper.refusal(q, k, v, spec, backward=True) is None:
-            return *hopper.backward(dout, q, k, v, out, lse, spec), None
+        own, spread = (q, spec) if untried() else spec.spread(q)
+        if hopper.refusal(own, k, v, spread, backward=True) is None:
+            dq, dk, dv = hopper.backward(dout, own, k, v, out, lse, spread)
+            return (dq if spread is spec else spec.gathered(dq, q)), dk, dv, None
     if is_blackwell(q) and not bias_grad:
         from gemopt.kernels.gluon.blackwell import attention as blackwell
 

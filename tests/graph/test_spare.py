@@ -84,7 +84,7 @@ def gradients(model: nn.Module, function: nn.Module, inputs: tuple[Tensor, ...])
 
 
 @pytest.mark.parametrize("kind", [SumOfAll, PerSequence, TokenLoss, Last])
-@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=sweep)])
+@pytest.mark.parametrize("inner", ["eager", *(pytest.param(n, marks=sweep) for n in ("aot_eager", "inductor"))])
 def test_spare_rows_change_nothing(kind: type[Model], inner: str) -> None:
     torch.manual_seed(0)
     model = kind()
@@ -108,7 +108,7 @@ def test_a_batch_without_room_or_without_rows_runs_padded() -> None:
     torch.manual_seed(0)
     model = PerSequence()
     recipe = {"row_slack": 0.0, "min_saving": 0.0}
-    compiled = gemopt.compile(model, recipe=recipe, inner="aot_eager", strict=True, dynamic=False)
+    compiled = gemopt.compile(model, recipe=recipe, inner="eager", strict=True, dynamic=False)
     for lengths in ([10] * 6, [40] * 6, [0] * 6, [5, 0, 15, 0, 5, 5]):
         inputs = batch(lengths, 1)
         torch.testing.assert_close(compiled(*inputs), model(*inputs), rtol=1e-4, atol=1e-5, equal_nan=True)
@@ -120,7 +120,7 @@ def test_a_batch_without_room_or_without_rows_runs_padded() -> None:
 def test_an_op_that_may_be_infinite_behind_an_attention() -> None:
     model = Logarithm()
     recipe = {"row_slack": 0.4, "min_saving": 0.0}
-    compiled = gemopt.compile(model, recipe=recipe, inner="aot_eager", strict=True, dynamic=False)
+    compiled = gemopt.compile(model, recipe=recipe, inner="eager", strict=True, dynamic=False)
     inputs = batch([15, 1, 25, 1, 10, 20], 0)
     _, grads = gradients(model, compiled, inputs)
     _, expected = gradients(model, model, inputs)
@@ -130,12 +130,12 @@ def test_an_op_that_may_be_infinite_behind_an_attention() -> None:
 
 
 def test_symbolic_sizes_have_no_room() -> None:
-    compiled = gemopt.compile(PerSequence(), recipe={"row_slack": 0.4, "min_saving": 0.0}, inner="aot_eager", strict=True)
+    compiled = gemopt.compile(PerSequence(), recipe={"row_slack": 0.4, "min_saving": 0.0}, inner="eager", strict=True)
     compiled(*batch([15, 1, 25, 0, 10, 20], 0))
     assert any("dynamic=False" in r.reason for r in compiled.report.rejections)
 
 
-@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(i, marks=sweep) for i in range(4, 60))])
+@pytest.mark.parametrize("seed", [*range(2), *(pytest.param(i, marks=sweep) for i in range(2, 60))])
 def test_generated_programs(seed: int) -> None:
     for program in (sample(31_000 + seed), sample_near_miss(31_000 + seed)):
         outcome = run(program, "spare")

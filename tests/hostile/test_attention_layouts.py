@@ -69,7 +69,9 @@ COLUMNS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize(("column", "inner"), [*((c, "eager") for c in COLUMNS), ("last", "inductor")])
+@pytest.mark.parametrize(
+    ("column", "inner"), [*((c, "eager") for c in COLUMNS), pytest.param("last", "inductor", marks=sweep)]
+)
 def test_lengths_in_a_column(column: str, inner: str) -> None:
     def program(m: Model, ids: Tensor, n: Tensor) -> Tensor:
         valid = seen(ids.shape[1], COLUMNS[column](n))

@@ -14,7 +14,7 @@ from gemopt.testing.poison import poison
 
 from ..models import CASES, select
 from ..models.registry import ids_for, valid_mask
-from .common import compiled, path, same, sequence_model
+from .common import compiled, path, same, sequence_model, sweep
 
 N = torch.tensor([3, 11, 0, 1, 7])
 
@@ -96,7 +96,7 @@ PROPERTY_MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", PROPERTY_MODELS)
+@pytest.mark.parametrize("name", ["ids", *(pytest.param(n, marks=sweep) for n in PROPERTY_MODELS if n != "ids")])
 def test_any_batch(name):
     """Hypothesis looks for a batch on which packed and eager differ."""
     model = sequence_model(**PROPERTY_MODELS[name])

@@ -163,7 +163,7 @@ COLUMNS = 512  # of tensor memory
 # query side without P.
 SPILLS = {"forward": 64, "query_side": 160, "key_side": 400}
 # (kernel, head dim, score function, window)
-COMPILED = [("forward", 128, "softmax", True), ("query_side", 64, "softmax", False), ("key_side", 128, "gelu", True)]
+COMPILED = [("forward", 128, "softmax", True)]
 SWEPT = [(k, d, n, w) for k in SPILLS for d in (32, 64, 128) for n in ("softmax", *ACTIVATIONS) for w in (False, True)]
 
 

@@ -38,6 +38,12 @@ def hopper_only() -> None:
         pytest.skip("needs compute capability 9.0")
 
 
+@pytest.fixture(autouse=True)
+def untried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All forms of the kernels, those included that are not chosen yet."""
+    monkeypatch.setenv("GEMOPT_TIER", "untried")
+
+
 @pytest.fixture
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch.empty gives NaN, and -7 for integers."""

@@ -78,7 +78,8 @@ def shorter(model, batch, width):
     return out
 
 
-@pytest.mark.parametrize("name", ["sasrec", pytest.param("gem_small", marks=sweep)])
+@sweep
+@pytest.mark.parametrize("name", ["sasrec", "gem_small"])
 def test_evaluation_equals_eager(name):
     samples, vocabulary = tasks.load_samples("movielens", name, 24)
     torch.manual_seed(0)

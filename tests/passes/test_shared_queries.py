@@ -106,7 +106,7 @@ def is_shared(model: nn.Module) -> bool:
     return all(", None, rows" in line for line in calls)
 
 
-ALWAYS = [("expanded", _sdpa), ("of size one", _activated), ("one", _matmul), ("written", _sdpa)]
+ALWAYS = [("expanded", _sdpa), ("of size one", _activated)]
 REST = [(name, attend) for name in SHARED for attend in (_sdpa, _matmul, _activated) if (name, attend) not in ALWAYS]
 REST.remove(("of size one", _sdpa))  # scaled_dot_product_attention wants as many samples on either side
 

@@ -16,6 +16,7 @@ from gemopt.kernels.gluon.launch import Call
 from gemopt.kernels.spec import SOFTMAX, AttentionSpec
 from gemopt.kernels.triton.split import combine, key_parts
 from gemopt.kernels.triton.tiles import sequence_list, tile_list
+from gemopt.ops.dispatch import untried
 
 MAX_ROWS = 1 << 30  # of a ragged descriptor
 
@@ -131,7 +132,7 @@ class Split:
 def split_of(q: Tensor, k: Tensor, spec: AttentionSpec) -> Split | None:
     """How the keys are split among programs; None: they are not."""
     cfg = table.forward_config(shape_of(q, spec), split=True)
-    if cfg is None or spec.masked:
+    if cfg is None or spec.masked or not untried():
         return None
     tiles = spec.batch * q.shape[1] * triton.cdiv(spec.max_q, cfg.parts * launch.M * cfg.group)
     parts, step = key_parts(tiles, min(spec.max_k, k.shape[0]), launch.programs(q.device.index or 0), cfg.keys)
@@ -206,7 +207,8 @@ def form_of(q: Tensor, k: Tensor, spec: AttentionSpec, shape: table.Shape, add_q
 
     The gradient of shared queries is one sum for all sequences, which the fused forms make in place.
     """
-    few = launch.programs(q.device.index or 0) * q.shape[0] <= k.shape[0] and not add_q  # sums take no more than keys do
+    # Sums for each program take no more than keys do.
+    few = launch.programs(q.device.index or 0) * q.shape[0] <= k.shape[0] and not add_q and untried()
     deterministic = torch.are_deterministic_algorithms_enabled()
     form = table.backward_form(shape, deterministic, balanced(q, k, spec), few, spec.shared)
     assert form is not None

@@ -8,22 +8,23 @@ in the order of the parts: the same bits in every run. A choice from shapes alon
 Bytes: the parts once out and once in, 8·parts·Tq·H·Dv.
 """
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from gemopt.ops.dispatch import untried
 
 SHORTEST = 256  # keys of a part
 OVERHEAD = 192  # keys that take about as long as the start and the end of a tile
 MOST = 128
 
 
-@cache
 def multiprocessors(device: torch.device) -> int:
-    """Of a GPU; anything else (the interpreter) has one."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    """Of a GPU; anything else (the interpreter) has one, and so has a GPU while splitting there is untried."""
+    if device.type != "cuda" or not untried():
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def key_parts(tiles: int, keys: int, programs: int, step: int) -> tuple[int, int]:

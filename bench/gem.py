@@ -200,7 +200,8 @@ def measure(
         row["samples_per_s"] = config.batch / row["median_s"]
         row["useful_tflops"] = useful / row["median_s"] / 1e12
         row["mfu"] = {k: useful / row["median_s"] / p for k, p in peaks.items() if p}
-        row["peak_memory_gib"] = round(run.peak / 2**30, 3) if run.peak else None
+        graphs = name.endswith("-graphs")  # whose memory is the pool's, and not counted
+        row["peak_memory_gib"] = round(run.peak / 2**30, 3) if run.peak and not graphs else None
         if profile:
             progress(f"{name}, profile", 0)
             row["breakdown_s"] = _breakdown.of_step(partial(run, 0), device)

@@ -114,6 +114,7 @@ class GemoptBackend:
 
     def __call__(self, gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         report = self.new_report(example_inputs)
+        dynamo.share_fakes(gm)
         planned = self.plan(gm, example_inputs, report)
         if planned is None:
             return self.inner(gm, example_inputs)

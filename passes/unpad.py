@@ -22,7 +22,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor
 
 from gemopt.graph.attention import Site
-from gemopt.graph.capture import Captured, regions, trace_copy
+from gemopt.graph.capture import Captured, regions
 from gemopt.graph.emit import Emitter
 from gemopt.graph.facts import Analysis
 from gemopt.graph.governing import candidate_masks, governing_masks
@@ -31,6 +31,7 @@ from gemopt.graph.layout import Layout
 from gemopt.graph.live import Live
 from gemopt.graph.plan import Plan, Room, impossible
 from gemopt.graph.prologue import UnknownSize
+from gemopt.graph.recorder import Recorder
 from gemopt.graph.slots import nodes_in
 from gemopt.graph.spare import obstacle
 from gemopt.graph.terms import Term
@@ -259,21 +260,21 @@ def fakes_of(captured: Captured, plan: Plan) -> dict[fx.Node, Any]:
     """What every node of the packed graph gives, as fake tensors and symbolic sizes; kept until the graph has new nodes."""
     if plan.fakes.keys() >= set(plan.packed.graph.nodes):
         return plan.fakes
-    values: dict[fx.Node, Any] = {}
-
-    class Recorder(fx.Interpreter):
-        def run_node(self, n: fx.Node) -> Any:
-            values[n] = super().run_node(n)
-            return values[n]
-
     sizes = captured.fake_mode.shape_env
     assert sizes is not None
     # Sizes that depend on data are made anew here; not ignored, the inner compiler would report them as never bound.
-    # Without the Python dispatcher torch 2.11 turns symbolic sizes into numbers.
+    # Without the Python dispatcher torch 2.11 turns symbolic sizes into numbers. Nothing here asks for an autograd history.
     with captured.fake_mode, sizes.ignore_fresh_unbacked_symbols(), enable_python_dispatcher():
-        Recorder(plan.packed).run(*map(trace_copy, captured.example_inputs), *plan.extra_examples)
-    plan.fakes = values
-    return values
+        recorder = Recorder(plan.packed)
+        recorder.run(*map(_without_history, captured.example_inputs), *plan.extra_examples)
+    plan.fakes = recorder.values
+    return plan.fakes
+
+
+def _without_history(x: Any) -> Any:
+    """An alias of a fake input that autograd does not follow."""
+    wrapped_float = getattr(x, "item_memo", None) is not None  # the memo is its symbol
+    return x.detach() if isinstance(x, torch.Tensor) and not wrapped_float else x
 
 
 def _check_like(before: torch.Tensor, after: torch.Tensor) -> None:

@@ -48,7 +48,10 @@ def _by_kernel(x: Tensor) -> bool:
 
 
 def _named(index: Tensor, rows: int) -> int:
-    """How many numbers name a row."""
-    if index.shape[0] == 0 or int(index[-1]) < rows:
+    """How many numbers name a row. Raises: IndexError, the last is larger than it may be."""
+    last = int(index[-1]) if index.shape[0] else -1
+    if last > rows:
+        raise IndexError(f"index: got {last}; allowed: numbers up to {rows}, the number of rows")
+    if last < rows:
         return index.shape[0]
     return int(torch.searchsorted(index, rows))

@@ -1,4 +1,4 @@
-"""Tile lists against the same lists made in Python. Runs on a GPU, or under the interpreter (test_interpreter.py)."""
+"""Tile lists against the same lists made in Python, rows read and written by number. Runs on a GPU, or under the interpreter (test_interpreter.py)."""
 
 import importlib.util
 import os
@@ -12,6 +12,7 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("needs triton", allow_module_level=True)
 
 from gemopt.kernels.triton.tiles import TileList, sequence_list, tile_list
+from gemopt.ops import pack, unpack
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and os.environ.get("GEMOPT_FORCE_TRITON") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -58,3 +59,19 @@ def test_sequences(lengths: list[tuple[int, int]], x_spare: int, y_spare: int, d
         unseen = y[b] if b == last or x[b] == 0 else 0
         want.append((0, sum(x[:b]), x[b], sum(y[:b]), 0 if b == last else y[b], b, unseen))
     assert found == want
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool], ids=str)
+@pytest.mark.parametrize("named", [[], [1, 4], [1, 4, 7, 7], [7, 7]], ids=str)
+def test_rows_by_number(named: list[int], dtype: torch.dtype) -> None:
+    """The number of rows names none: pack repeats the first, unpack leaves it out."""
+    for width in ((), (2, 5), (1500,)):
+        x = torch.randn(7, *width, generator=torch.Generator().manual_seed(0)).to(dtype)
+        index = torch.tensor(named, dtype=torch.int64)
+        packed = pack(x.to(DEVICE), index.to(DEVICE))
+        first = x[named[0]] if named and named[0] < 7 else torch.zeros_like(x[0])
+        for t, i in enumerate(named):
+            assert torch.equal(packed[t].cpu(), x[i] if i < 7 else first)
+        expected = torch.zeros_like(x)
+        expected[index[index < 7]] = x[index[index < 7]]
+        assert torch.equal(unpack(packed, index.to(DEVICE), 7).cpu(), expected)

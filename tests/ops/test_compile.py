@@ -83,7 +83,8 @@ def test_opcheck_attention(grad: bool, changes: dict) -> None:
 def test_opcheck_rows(grad: bool) -> None:
     x, index = torch.randn(5, 3, requires_grad=grad), torch.tensor([1, 4])
     offsets, owner = torch.tensor([0, 0, 2, 5]), torch.tensor([1, 1, 2, 2, 2])
-    torch.library.opcheck(packing._pack.overload, (x, index))
+    for repeat in (True, False):
+        torch.library.opcheck(packing._pack.overload, (x, index, repeat))
     torch.library.opcheck(packing._unpack.overload, (x[:2].detach().requires_grad_(grad), index, 6, -1.0))
     torch.library.opcheck(segments._segment_sum.overload, (x, offsets, owner))
     torch.library.opcheck(segments._segment_spread.overload, (x[:3].detach().requires_grad_(grad), offsets, owner))

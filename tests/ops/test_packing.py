@@ -125,7 +125,7 @@ def test_bad_arguments(call, message: str) -> None:
         call()
 
 
-@pytest.mark.parametrize("bad", [[0, 3], [-1, 0]])
+@pytest.mark.parametrize("bad", [[0, 4], [-1, 0], [-1, 3]])
 def test_index_out_of_range(bad: list[int]) -> None:
     with pytest.raises((IndexError, RuntimeError)):
         pack(torch.zeros(3, 2), torch.tensor(bad))

@@ -18,7 +18,8 @@ def _read_rows(
     if REPEAT:
         row = tl.where(row < rows, row, tl.load(index_ptr))
     inside = (t < count)[:, None] & (c < width)[None, :]
-    values = tl.load(x_ptr + row[:, None] * x_stride + c[None, :], mask=inside & (row < rows)[:, None], other=0)
+    there = inside & ((row >= 0) & (row < rows))[:, None]
+    values = tl.load(x_ptr + row[:, None] * x_stride + c[None, :], mask=there, other=0)
     tl.store(out_ptr + t[:, None] * width + c[None, :], values, mask=inside)
 
 
@@ -27,7 +28,7 @@ def _write_rows(values_ptr, index_ptr, out_ptr, rows, count, width, v_stride, RO
     t = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     c = tl.program_id(1) * COLS + tl.arange(0, COLS)
     row = tl.load(index_ptr + t, mask=t < count, other=rows)
-    inside = (row < rows)[:, None] & (c < width)[None, :]
+    inside = ((row >= 0) & (row < rows))[:, None] & (c < width)[None, :]
     values = tl.load(values_ptr + t[:, None] * v_stride + c[None, :], mask=inside, other=0)
     tl.store(out_ptr + row[:, None].to(tl.int64) * width + c[None, :], values, mask=inside)
 

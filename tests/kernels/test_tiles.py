@@ -1,4 +1,7 @@
-"""Tile lists against the same lists made in Python, rows read and written by number. Runs on a GPU, or under the interpreter (test_interpreter.py)."""
+"""Tile lists, and rows read and written by number, against the same made in Python.
+
+Runs on a GPU, or under the interpreter (test_interpreter.py).
+"""
 
 import importlib.util
 import os

@@ -48,8 +48,10 @@ def test_the_list_is_cudas() -> None:
     try:
         with FakeTensorMode():
             x = torch.empty(2, 4, device="cuda", dtype=BF16)
-            made = [F.layer_norm(x, [4]), F.rms_norm(x, [4]), x.pow(2), x.rsqrt()]
-            assert [y.dtype for y in made] == [torch.float32] * 4
+            made = [F.layer_norm(x, [4]), x.pow(2), x.rsqrt()]
+            assert [y.dtype for y in made] == [torch.float32] * 3
+            if torch.__version__ >= "2.13":  # torch 2.11 leaves it in the dtype of its input
+                assert F.rms_norm(x, [4]).dtype == torch.float32
             assert (x @ x.mT).dtype == F.gelu(x).dtype == BF16
     finally:
         torch.set_autocast_enabled("cuda", enabled)

@@ -1,7 +1,8 @@
 """What every node of a graph gives, as fake tensors, at little cost: layers repeat.
 
 A call that was made before under the same grad mode and autocast, with arguments that nothing tells apart but their
-content, gives the fake that it gave then. torch's own cache of fake tensors does the same for static sizes only.
+content, gives the fake that it gave then. torch's own cache of fake tensors is slower for symbolic sizes, from which it
+builds every result anew, and it passes over custom ops.
 """
 
 from __future__ import annotations

@@ -9,7 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
+from torch._guards import TracingContext
 
+from gemopt import dynamo
 from gemopt.graph.recorder import Recorder
 from tests.graph.test_capture import captured_of
 
@@ -70,3 +72,24 @@ def test_like_a_plain_run(function: Any) -> None:
     if function is chosen:
         sizes = [x.shape[0] for x in recorder.values[captured.gm.graph.output_node()][:2]]
         assert sizes[0].node.expr != sizes[1].node.expr
+
+
+@pytest.mark.parametrize("depth", [1, 200])
+def test_large_graphs_share_fakes(depth: int) -> None:
+    """Under dynamic shapes the cache of fake tensors is on for a large graph, for its compilation alone."""
+    before, seen = torch._dynamo.config.fake_tensor_cache_enabled, []
+
+    def backend(gm: fx.GraphModule, inputs: list[Any]) -> Any:
+        dynamo.share_fakes(gm)
+        seen.append(TracingContext.get().fake_mode.cache_enabled)
+        return gm.forward
+
+    def function(x: Tensor) -> Tensor:
+        for _ in range(depth):
+            x = torch.relu(x + 1) * 2
+        return x
+
+    torch.compiler.reset()
+    dynamo.optimize(function, backend, dynamic=True)(torch.randn(5))
+    assert seen == [depth == 200]
+    assert torch._dynamo.config.fake_tensor_cache_enabled == before

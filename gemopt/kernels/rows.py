@@ -7,7 +7,7 @@ Bytes: every row that there is once in and once out, and the rows that are writt
 import torch
 from torch import Tensor
 
-from gemopt.ops.dispatch import use_triton
+from gemopt.kernels.tiers import use_triton
 
 
 def read(x: Tensor, index: Tensor, repeat: bool = False) -> Tensor:

@@ -9,22 +9,16 @@ Those for compute capability 10.0 (`gemopt.kernels.gluon.blackwell`) have not ru
 interpreter, which is how the kernels are tested without a GPU.
 """
 
-import os
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from gemopt.kernels.cpu import attention as cpu
 from gemopt.kernels.spec import AttentionSpec
+from gemopt.kernels.tiers import is_blackwell, is_hopper, untried, use_triton
 
 Forward = Callable[..., tuple[Tensor, Tensor]]
 Backward = Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]]
-
-
-def use_triton(x: Tensor) -> bool:
-    """Whether ops on `x` run as Triton kernels."""
-    return x.device.type != "cpu" or os.environ.get("GEMOPT_FORCE_TRITON") == "1"
 
 
 def attention_kernels(q: Tensor) -> tuple[Forward, Backward]:
@@ -36,32 +30,6 @@ def attention_kernels(q: Tensor) -> tuple[Forward, Backward]:
     if not use_triton(q):
         return cpu.forward, cpu.backward
     return _forward, _backward
-
-
-def is_hopper(x: Tensor) -> bool:
-    """Whether ops on `x` may run as Gluon kernels."""
-    return (
-        x.device.type == "cuda"
-        and torch.version.hip is None
-        and torch.cuda.get_device_capability(x.device) == (9, 0)
-        and os.environ.get("GEMOPT_TIER") != "portable"
-    )
-
-
-def untried() -> bool:
-    """Whether forms of the kernels may be chosen that have not run on a device: keys split among programs, shared queries
-    read in place, sums of dQ in a fixed order. Without them shared queries are copied for every sequence."""
-    return os.environ.get("GEMOPT_TIER") == "untried"
-
-
-def is_blackwell(x: Tensor) -> bool:
-    """Whether ops on `x` may run as the Gluon kernels that are untested on hardware: only if asked to."""
-    return (
-        os.environ.get("GEMOPT_TIER") == "blackwell"
-        and x.device.type == "cuda"
-        and torch.version.hip is None
-        and torch.cuda.get_device_capability(x.device) == (10, 0)
-    )
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from gemopt.kernels.spec import AttentionSpec
+from gemopt.kernels.tiers import is_hopper
 from gemopt.ops.attention_checks import check_call
 from gemopt.ops.define import op
-from gemopt.ops.dispatch import attention_kernels, is_hopper
+from gemopt.ops.dispatch import attention_kernels
 from gemopt.ops.pffn_mixed import pffn_mixed
 from gemopt.ops.pffn_parts import SCHEMA, WEIGHTS, affine, norms_of, spec_of
 

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gemopt.kernels.tiers import use_triton
 from gemopt.ops.define import op
-from gemopt.ops.dispatch import attention_kernels, use_triton
+from gemopt.ops.dispatch import attention_kernels
 from gemopt.ops.pffn_parts import SCHEMA, WEIGHTS, affine, norms_of, spec_of
 
 

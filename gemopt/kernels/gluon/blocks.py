@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from gemopt.kernels.gluon import launch, table
 from gemopt.kernels.gluon.parts import as_matrix, load_tile, new_ring, store_rows
 from gemopt.kernels.spec import AttentionSpec
+from gemopt.kernels.tiers import multiprocessors
 from gemopt.kernels.triton.tiles import tile_list
 
 M = gl.constexpr(64)
@@ -198,5 +199,5 @@ def backward(
     tiles = tile_list(spec.k_offsets, spec.k_offsets, q.shape[0], spec.block_size, in_order=True)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     arguments = backward_arguments(dout, q, k, v, lse, (dq, dk, dv), spec, tiles.records, tiles.count)
-    block_backward[(launch.programs(q.device.index or 0),)](**arguments)
+    block_backward[(multiprocessors(q.device.index or 0),)](**arguments)
     return dq, dk, dv

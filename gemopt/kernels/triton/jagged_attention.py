@@ -15,11 +15,12 @@ from torch import Tensor
 
 from gemopt.kernels.cpu import attention as host_kernels
 from gemopt.kernels.spec import AttentionSpec
+from gemopt.kernels.tiers import capability
 from gemopt.kernels.triton.attention_backward import attention_backward_kv, attention_backward_q, attention_delta
 from gemopt.kernels.triton.attention_backward_bias import attention_backward_bias
 from gemopt.kernels.triton.attention_forward import attention_forward
 from gemopt.kernels.triton.configs import Blocks, block_of, config, constants, is_heavy
-from gemopt.kernels.triton.split import combine, key_parts, multiprocessors
+from gemopt.kernels.triton.split import combine, key_parts, programs
 from gemopt.ops import dropout as generator
 
 MAX_HEAD_DIM = 256
@@ -33,8 +34,8 @@ def is_interpreted() -> bool:
     return not isinstance(attention_forward, triton.runtime.JITFunction)
 
 
-def is_blackwell(x: Tensor) -> bool:
-    return x.is_cuda and torch.version.hip is None and torch.cuda.get_device_capability(x.device)[0] == 10
+def _has_tcgen05(x: Tensor) -> bool:
+    return (capability(x) or (0, 0))[0] == 10
 
 
 def _needs_host(q: Tensor, v: Tensor) -> bool:
@@ -121,9 +122,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tenso
     lse = q.new_empty((rows if spec.softmax else 0, heads), dtype=torch.float32)
     if out.numel() == 0:
         return out, lse
-    blocks = config(max(d, dv), q.dtype, is_heavy(spec), is_interpreted(), is_blackwell(q)).forward
+    blocks = config(max(d, dv), q.dtype, is_heavy(spec), is_interpreted(), _has_tcgen05(q)).forward
     tiles = _tiles(spec.max_q, blocks.q)
-    parts, step = key_parts(spec.batch * heads * tiles, _splittable(spec, k), multiprocessors(q.device), blocks.k)
+    parts, step = key_parts(spec.batch * heads * tiles, _splittable(spec, k), programs(q.device), blocks.k)
     to, part_lse = out, lse
     if parts > 1:
         to, part_lse = (torch.empty((parts, *x.shape), dtype=torch.float32, device=q.device) for x in (out, lse))
@@ -184,7 +185,7 @@ def backward(
         delta = _delta(_dense_features(out), dout)
     else:
         lse = delta = q  # stand-ins: rows do not know of each other
-    cfg = config(max(q.shape[2], v.shape[2]), q.dtype, is_heavy(spec), is_interpreted(), is_blackwell(q))
+    cfg = config(max(q.shape[2], v.shape[2]), q.dtype, is_heavy(spec), is_interpreted(), _has_tcgen05(q))
     inputs = (q, k, v, dout, lse, delta)
     shared = [
         *_shared_args(q, k, v, spec),

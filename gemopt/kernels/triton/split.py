@@ -13,18 +13,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gemopt.ops.dispatch import untried
+from gemopt.kernels.tiers import multiprocessors, untried
 
 SHORTEST = 256  # keys of a part
 OVERHEAD = 192  # keys that take about as long as the start and the end of a tile
 MOST = 128
 
 
-def multiprocessors(device: torch.device) -> int:
-    """Of a GPU; anything else (the interpreter) has one, and so has a GPU while splitting there is untried."""
-    if device.type != "cuda" or not untried():
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count
+def programs(device: torch.device) -> int:
+    """Among how many keys may be split: a GPU's multiprocessors; one elsewhere, and on a GPU while splitting is untried."""
+    return multiprocessors(device.index or 0) if device.type == "cuda" and untried() else 1
 
 
 def key_parts(tiles: int, keys: int, programs: int, step: int) -> tuple[int, int]:

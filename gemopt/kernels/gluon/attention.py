@@ -14,20 +14,28 @@ from torch import Tensor
 from gemopt.kernels.gluon import launch, scores, table
 from gemopt.kernels.gluon.launch import Call
 from gemopt.kernels.spec import SOFTMAX, AttentionSpec
+from gemopt.kernels.tiers import capability, multiprocessors, untried
 from gemopt.kernels.triton.split import combine, key_parts
 from gemopt.kernels.triton.tiles import sequence_list, tile_list
-from gemopt.ops.dispatch import untried
 
 MAX_ROWS = 1 << 30  # of a ragged descriptor
 
 
 def refusal(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, backward: bool = False) -> str | None:
     """Why these kernels do not take a call; None if they do."""
-    if q.device.type != "cuda" or torch.version.hip is not None:
+    return (
+        unsupported_device(q, (9, 0))
+        or unsupported_form(q, k, spec)
+        or unsupported_sizes(q, k, v, spec)
+        or _unconfigured(q, spec, backward)
+    )
+
+
+def unsupported_device(q: Tensor, wanted: tuple[int, int]) -> str | None:
+    found = capability(q)
+    if found is None:
         return f"needs a CUDA device, got {q.device.type}"
-    if torch.cuda.get_device_capability(q.device) != (9, 0):
-        return "needs compute capability 9.0"
-    return unsupported_form(q, k, spec) or unsupported_sizes(q, k, v, spec) or _unconfigured(q, spec, backward)
+    return None if found == wanted else f"needs compute capability {wanted[0]}.{wanted[1]}"
 
 
 def unsupported_form(q: Tensor, k: Tensor, spec: AttentionSpec) -> str | None:
@@ -135,7 +143,7 @@ def split_of(q: Tensor, k: Tensor, spec: AttentionSpec) -> Split | None:
     if cfg is None or spec.masked or not untried():
         return None
     tiles = spec.batch * q.shape[1] * triton.cdiv(spec.max_q, cfg.parts * launch.M * cfg.group)
-    parts, step = key_parts(tiles, min(spec.max_k, k.shape[0]), launch.programs(q.device.index or 0), cfg.keys)
+    parts, step = key_parts(tiles, min(spec.max_k, k.shape[0]), multiprocessors(q.device.index or 0), cfg.keys)
     return Split(parts, step, cfg) if parts > 1 else None
 
 
@@ -180,7 +188,7 @@ def backward(
         if form == "two":
             q_tiles = tile_list(_queries(q, spec), spec.k_offsets, dout.shape[0], 2 * launch.M)
         elif form == "ordered":
-            shaped = (launch.programs(q.device.index or 0), *q.shape)
+            shaped = (multiprocessors(q.device.index or 0), *q.shape)
             sums = torch.zeros(shaped, dtype=torch.float32, device=q.device)
         else:
             sums = dout.float() if add_q else torch.zeros(q.shape, dtype=torch.float32, device=q.device)
@@ -208,7 +216,7 @@ def form_of(q: Tensor, k: Tensor, spec: AttentionSpec, shape: table.Shape, add_q
     The gradient of shared queries is one sum for all sequences, which the fused forms make in place.
     """
     # Sums for each program take no more than keys do.
-    few = launch.programs(q.device.index or 0) * q.shape[0] <= k.shape[0] and not add_q and untried()
+    few = multiprocessors(q.device.index or 0) * q.shape[0] <= k.shape[0] and not add_q and untried()
     deterministic = torch.are_deterministic_algorithms_enabled()
     form = table.backward_form(shape, deterministic, balanced(q, k, spec), few, spec.shared)
     assert form is not None
@@ -219,7 +227,7 @@ def balanced(q: Tensor, k: Tensor, spec: AttentionSpec) -> bool:
     """Whether whole sequences are fine enough a division of the work: at least four a program, the longest at most a quarter
     of a program's share. Sums of products are not known here; the product of mean lengths stands in for their mean."""
     sequences = spec.batch
-    rounds = sequences * k.shape[1] / launch.programs(q.device.index or 0)
+    rounds = sequences * k.shape[1] / multiprocessors(q.device.index or 0)
     mean = spec.out_rows(q) * k.shape[0] / max(sequences, 1) ** 2
     return rounds >= 4 and spec.max_q * spec.max_k <= rounds * mean / 4
 

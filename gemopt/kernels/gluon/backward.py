@@ -100,7 +100,10 @@ def produce(
     x1_desc, x2_desc, y1_desc, y2_desc, x1, x2, y1, y2, columns, stats, q_rows, tiles, count, heads, sharing, band,
     KEY_SIDE: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, ACT: gl.constexpr, SHARED_Q: gl.constexpr,
 ):  # fmt: skip
-    """The copying warp. SHARED_Q: all sequences read the first rows of Q. `heads` are those of x; y has `sharing` times as many on the key side, as many fewer else."""
+    """The copying warp. `heads` are those of x; y has `sharing` times as many on the key side, as many fewer else.
+
+    SHARED_Q: all sequences read the first rows of Q.
+    """
     ROWS_Y: gl.constexpr = y1_desc.block_type.shape[2]
     groups = sharing if KEY_SIDE else sharing * 0 + 1
     item = 0

@@ -13,7 +13,7 @@ A work item is GROUP consecutive query tiles of one sequence. Where its keys fit
 they are loaded once and stay for all of them: consumers release them in the last one. Under a window or causal mask each
 consumer walks over the keys that its own 64 queries see, and lets the tile's others pass.
 SHARED_Q: the same queries serve every sequence; they are read from the first rows of q, and nobody copies them.
-SPLIT: a tile sees a part of its sequence's keys (`tiles.key_parts`) and leaves its output, in fp32, and its log-sum in rows
+SPLIT: a tile sees a part of its sequence's keys (`split.key_parts`) and leaves its output, in fp32, and its log-sum in rows
 of its own, to be put together by `split.combine`.
 FLOPs 4·H·D·Σ q_i·k_i; bytes: q, k, v and out once, k and v again for every further query tile (from L2 as a rule).
 """
@@ -84,6 +84,22 @@ def produce(
 
 
 @gluon.jit
+def score_units(s, x, y, q_len, k_len, scale, band, ACT: gl.constexpr):
+    """The score function of a tile in its units, 0 where a query does not see a key."""
+    layout: gl.constexpr = s.type.layout
+    ROWS_Q: gl.constexpr = s.shape[0]
+    ROWS_K: gl.constexpr = s.shape[1]
+    if band.MASKED and vanishes(ACT):
+        if band.cuts(x, ROWS_Q, y, ROWS_K, q_len, k_len):
+            s = gl.where(band.sees(x, ROWS_Q, y, ROWS_K, q_len, k_len, layout), s, FAR / scale)
+    p = units(s, scale, ACT)
+    if band.MASKED and not vanishes(ACT):
+        if band.cuts(x, ROWS_Q, y, ROWS_K, q_len, k_len):
+            p = gl.where(band.sees(x, ROWS_Q, y, ROWS_K, q_len, k_len, layout), p, 0.0)
+    return p
+
+
+@gluon.jit
 def weights(s, top, total, x, y, q_len, k_len, scale, band, ACT: gl.constexpr):
     """Weights of a score tile in fp32, the new running maximum and sum, and the factor of the old output.
 
@@ -101,14 +117,7 @@ def weights(s, top, total, x, y, q_len, k_len, scale, band, ACT: gl.constexpr):
         decay = gl.exp2(top * scale - base)
         return p, new_top, total * decay + gl.sum(p, 1), decay
     else:
-        if band.MASKED and vanishes(ACT):
-            if band.cuts(x, M, y, ROWS_K, q_len, k_len):
-                s = gl.where(band.sees(x, M, y, ROWS_K, q_len, k_len, layout), s, FAR / scale)
-        p = units(s, scale, ACT)
-        if band.MASKED and not vanishes(ACT):
-            if band.cuts(x, M, y, ROWS_K, q_len, k_len):
-                p = gl.where(band.sees(x, M, y, ROWS_K, q_len, k_len, layout), p, 0.0)
-        return p, top, total, total
+        return score_units(s, x, y, q_len, k_len, scale, band, ACT), top, total, total
 
 
 @gluon.jit

@@ -37,6 +37,7 @@ from gemopt.kernels.gluon.parts import (
     Band,
     as_matrix,
     load_tile,
+    new_barriers,
     new_columns,
     new_ring,
     placed,
@@ -244,7 +245,8 @@ def attention_backward_fused(
 ):
     """x = (K, V), y = (Q, dO), d = (dK, dV); `heads` are the key heads; D == DV.
 
-    dq_desc is over an fp32 sum of `sum_rows` rows, zeros unless OWNER, or one of them for each program (OWN_SUMS); final_desc is over dQ and base_desc over dO (OWNER with ADD).
+    dq_desc is over an fp32 sum of `sum_rows` rows, zeros unless OWNER, or one of them for each program (OWN_SUMS); final_desc
+    is over dQ and base_desc over dO (OWNER with ADD).
     """
     PARTS: gl.constexpr = 2
     ROWS_Q: gl.constexpr = y1_desc.block_type.shape[2]
@@ -255,16 +257,12 @@ def attention_backward_fused(
     columns = new_columns(STAGES, ROWS_Q)
     slots = gl.allocate_shared_memory(x1_desc.dtype, [SLOTS * 2, M, ROWS_Q], gl.NVMMASharedLayout(2 * ROWS_Q, 16, 2))
     stage = gl.allocate_shared_memory(gl.float32, [2] + dq_desc.block_type.shape, dq_desc.layout)
-    loaded = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2):
-        mbarrier.init(loaded.index(i), count=1)
+    loaded = new_barriers(2, 1)
     sums = Sum(dq_desc, final_desc, base_desc, stage, loaded, OWNER, ADD, OWN_SUMS)
     gl.static_assert(not OWNER or not (BEFORE or AFTER), "every key tile meets all queries")
     gl.static_assert(not OWNER or not (SHARED_Q or OWN_SUMS), "an owner's sums are its sequence's")
     gl.static_assert(OWNER or not ADD, "the caller starts the sum from dO")
-    ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(SLOTS):
-        mbarrier.init(ready.index(i), count=PARTS)
+    ready = new_barriers(SLOTS, PARTS)
     fence_async_shared()
     # Keys past the end have weights exp2(0 - lse), which may be inf and would meet K's zeros in dQ.
     band = Band(before, after, BEFORE, AFTER, BOTTOM_RIGHT, False, ACT == SOFTMAX)

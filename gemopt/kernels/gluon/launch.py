@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from gemopt.kernels.gluon import scores
 from gemopt.kernels.gluon.backward import attention_backward, row_statistics
 from gemopt.kernels.gluon.forward import attention_forward
 from gemopt.kernels.gluon.fused import attention_backward_fused
+from gemopt.kernels.tiers import multiprocessors
 from gemopt.kernels.triton.tiles import TileList
 
 LOG2E = math.log2(math.e)
@@ -125,12 +125,6 @@ def rows_of(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-@cache
-def programs(device: int) -> int:
-    """Multiprocessors: the kernels are persistent, one program on each."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def forward_scales(call: Call, dtype: torch.dtype) -> tuple[float, float, float]:
     """scale and prescale of the scores, factor of the output.
 
@@ -144,25 +138,24 @@ def forward_scales(call: Call, dtype: torch.dtype) -> tuple[float, float, float]
     return call.scale, 1.0, call.post_scale * scores.unit_factor(call.act, call.scale)
 
 
-def forward_arguments(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tiles: TileList, call: Call, cfg: ForwardConfig,
-    partial: Tensor | None = None,
+def forward_operands(
+    qkv: tuple[Tensor, Tensor, Tensor], out: Tensor, lse: Tensor, tiles: TileList, call: Call, rows: int, keys: int,
+    columns: int,
 ) -> dict[str, Any]:  # fmt: skip
-    """Arguments of `attention_forward`; see `run_forward`."""
+    """What the forwards for all devices take: boxes of `rows` queries, `keys` keys and `columns` columns of the output."""
+    q, k, v = qkv
     (_, heads, d), (_, kv_heads, dv) = q.shape, v.shape
     scale, prescale, out_scale = forward_scales(call, q.dtype)
     return {
-        "q_desc": descriptor(q, M, d),
-        "k_desc": descriptor(k, cfg.keys, d),
-        "v_desc": descriptor(v, cfg.keys, dv),
-        "out_desc": descriptor(out, M, dv),
-        "part_ptr": lse if partial is None else partial,
+        "q_desc": descriptor(q, rows, d),
+        "k_desc": descriptor(k, keys, d),
+        "v_desc": descriptor(v, keys, dv),
+        "out_desc": descriptor(out, rows, columns),
         "lse_ptr": lse,
         "tiles": tiles.records,
         "count": tiles.count,
         "heads": heads,
         "sharing": heads // kv_heads,
-        "rows": out.shape[0],
         "scale": scale,
         "prescale": prescale,
         "out_scale": out_scale,
@@ -170,6 +163,17 @@ def forward_arguments(
         "D": d,
         "DV": dv,
         "ACT": call.act,
+    }
+
+
+def forward_arguments(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tiles: TileList, call: Call, cfg: ForwardConfig,
+    partial: Tensor | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Arguments of `attention_forward`; see `run_forward`."""
+    return forward_operands((q, k, v), out, lse, tiles, call, M, cfg.keys, v.shape[2]) | {
+        "part_ptr": lse if partial is None else partial,
+        "rows": out.shape[0],
         "ADD_Q": call.add_q,
         "SHARED_Q": call.shared_q,
         "SPLIT": partial is not None,
@@ -191,9 +195,11 @@ def run_forward(
     """Fill out `[Tq, H, Dv]` and, for softmax, lse fp32 `[Tq, H]`.
 
     With `partial`, fp32 `[parts, Tq, H, Dv]`, fill that and lse fp32 `[parts, Tq, H]` instead; `tiles` are those of
-    `tiles.key_parts`.
+    `split.key_parts`.
     """
-    attention_forward[(programs(q.device.index or 0),)](**forward_arguments(q, k, v, out, lse, tiles, call, cfg, partial))
+    attention_forward[(multiprocessors(q.device.index or 0),)](
+        **forward_arguments(q, k, v, out, lse, tiles, call, cfg, partial)
+    )
 
 
 def backward_scales(call: Call, dtype: torch.dtype) -> tuple[float, float, float, float]:
@@ -207,28 +213,25 @@ def backward_scales(call: Call, dtype: torch.dtype) -> tuple[float, float, float
     return call.scale, 1.0, call.post_scale * ds_scale, call.post_scale * dv_scale
 
 
-def side_arguments(
-    x: tuple[Tensor, Tensor],
-    y: tuple[Tensor, Tensor],
-    grads: tuple[Tensor, Tensor],
-    stats: Tensor,
-    tiles: TileList,
-    call: Call,
-    cfg: SideConfig,
-    key_side: bool,
-) -> dict[str, Any]:
-    """Arguments of `attention_backward`; x, y and grads are (Q, dO), (K, V), (dQ, dQ) or (K, V), (Q, dO), (dK, dV)."""
+def side_operands(
+    x: tuple[Tensor, Tensor], y: tuple[Tensor, Tensor], grads: tuple[Tensor, Tensor], stats: Tensor, tiles: TileList,
+    call: Call, rows_x: int, rows_y: int, columns: tuple[int, int], key_side: bool,
+) -> dict[str, Any]:  # fmt: skip
+    """What one side of the backward takes on all devices: boxes of stationary and streamed rows, and columns of gradients.
+
+    x, y and grads are (Q, dO), (K, V), (dQ, dQ) or (K, V), (Q, dO), (dK, dV).
+    """
     (x1, x2), (y1, y2) = x, y
     d, dv = x1.shape[2], x2.shape[2]
     heads, others = x1.shape[1], y1.shape[1]
     scale, prescale, ds_scale, dv_scale = backward_scales(call, x1.dtype)
     return {
-        "x1_desc": descriptor(x1, M, d),
-        "x2_desc": descriptor(x2, M, dv),
-        "y1_desc": descriptor(y1, cfg.rows, d),
-        "y2_desc": descriptor(y2, cfg.rows, dv),
-        "d1_desc": descriptor(grads[0], M, d),
-        "d2_desc": descriptor(grads[1], M, grads[1].shape[2]),
+        "x1_desc": descriptor(x1, rows_x, d),
+        "x2_desc": descriptor(x2, rows_x, dv),
+        "y1_desc": descriptor(y1, rows_y, d),
+        "y2_desc": descriptor(y2, rows_y, dv),
+        "d1_desc": descriptor(grads[0], rows_x, columns[0]),
+        "d2_desc": descriptor(grads[1], rows_x, columns[1]),
         "stats": stats,
         "q_rows": (y2 if key_side else x2).shape[0],
         "tiles": tiles.records,
@@ -241,10 +244,26 @@ def side_arguments(
         "dv_scale": dv_scale,
         **call.band(key_side),
         "KEY_SIDE": key_side,
-        "SHARED_Q": call.shared_q,
         "D": d,
         "DV": dv,
         "ACT": call.act,
+    }
+
+
+def side_arguments(
+    x: tuple[Tensor, Tensor],
+    y: tuple[Tensor, Tensor],
+    grads: tuple[Tensor, Tensor],
+    stats: Tensor,
+    tiles: TileList,
+    call: Call,
+    cfg: SideConfig,
+    key_side: bool,
+) -> dict[str, Any]:
+    """Arguments of `attention_backward`; see `side_operands`."""
+    columns = grads[0].shape[2], grads[1].shape[2]
+    return side_operands(x, y, grads, stats, tiles, call, M, cfg.rows, columns, key_side) | {
+        "SHARED_Q": call.shared_q,
         "ADD": call.add_q,
         "X_STAGES": cfg.x_stages,
         "STAGES": cfg.stages,
@@ -277,7 +296,7 @@ def run_side(
 ) -> None:
     """One side of the two-kernel backward: fills the gradients of x. See `side_arguments`."""
     arguments = side_arguments(x, y, grads, stats, tiles, call, cfg, key_side)
-    attention_backward[(programs(x[0].device.index or 0),)](**arguments)
+    attention_backward[(multiprocessors(x[0].device.index or 0),)](**arguments)
 
 
 def fused_arguments(
@@ -325,4 +344,4 @@ def run_fused(
     run. With dq it fills that, by way of dq32, the same bits in every run; `tiles` are whole sequences.
     """
     arguments = fused_arguments(x, y, grads, dq32, dq, stats, tiles, call, cfg)
-    attention_backward_fused[(programs(x[0].device.index or 0),)](**arguments)
+    attention_backward_fused[(multiprocessors(x[0].device.index or 0),)](**arguments)

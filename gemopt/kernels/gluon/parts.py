@@ -72,15 +72,20 @@ class Ring:
 
 
 @gluon.jit
+def new_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    """An allocation of its own for every array: a shared one makes the compiler insert a CTA barrier at every wait."""
+    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(barriers.index(i), count=ARRIVALS)
+    return barriers
+
+
+@gluon.jit
 def new_ring(desc, STAGES: gl.constexpr, PARTS: gl.constexpr, CONSUMERS: gl.constexpr):
     """A ring of boxes of `desc`; an item is free again after CONSUMERS releases."""
     data = gl.allocate_shared_memory(desc.dtype, [STAGES * PARTS] + desc.block_type.shape, desc.layout)
-    # One allocation per barrier array: a shared one makes the compiler insert a CTA barrier at every wait.
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=CONSUMERS)
+    full = new_barriers(STAGES, 1)
+    empty = new_barriers(STAGES, CONSUMERS)
     return Ring(data, full, empty, STAGES, PARTS)
 
 
@@ -134,9 +139,7 @@ def new_columns(STAGES: gl.constexpr, ROWS_Y: gl.constexpr):
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     first = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS_Y], plain)
     second = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS_Y], plain)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
+    full = new_barriers(STAGES, 1)
     return Columns(first, second, full, STAGES)
 
 

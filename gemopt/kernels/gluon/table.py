@@ -2,16 +2,17 @@
 
 A row holds conditions and a configuration. Conditions that a row leaves out hold always:
 
-    kernel      "forward", "split" (the forward where keys are split among programs), "query_side", "key_side", "fused" or "backward" (which form of it: `form`;
-                "owner" for many sequences, `otherwise` else; shared queries always start from "fused"), or "block_backward" (with a row: Gluon, else Triton)
+    kernel      "forward", "split" (the forward where keys are split among programs), "query_side", "key_side", "fused" or
+                "backward" (which form of it: `form`; "owner" for many sequences, `otherwise` else; shared queries always
+                start from "fused"), or "block_backward" (with a row: Gluon, else Triton)
     head_dim    list of head dims
     softmax     true for jagged_attention, false for gdpa
     band        whether a window or causal mask is set
     max_q, max_k   [low, high] bounds of a sequence's queries and of the keys that one query sees, both ends included
 
 `measured_on` names the cell of bench/kernels.py that the row was chosen on; `bench/tune_kernels.py` measures the candidates
-there and writes the winners. Nothing is tuned while a program runs, so a cold start compiles what it launches. Every configuration in it is compiled in
-the tests, which fail on spills and on serialised products.
+there and writes the winners. Nothing is tuned while a program runs, so a cold start compiles what it launches. Every
+configuration in it is compiled in the tests, which fail on spills and on serialised products.
 """
 
 import json

@@ -1,6 +1,6 @@
 """Attention on sm_100: which calls these kernels take, and how a call becomes launches.
 
-Not yet run on hardware, therefore opt-in (`gemopt.ops.dispatch.is_blackwell`).
+Not yet run on hardware, therefore opt-in (`gemopt.kernels.tiers.is_blackwell`).
 """
 
 import torch
@@ -15,11 +15,7 @@ from gemopt.kernels.triton.tiles import tile_list
 
 def refusal(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> str | None:
     """Why these kernels do not take a call; None if they do."""
-    if q.device.type != "cuda" or torch.version.hip is not None:
-        return f"needs a CUDA device, got {q.device.type}"
-    if torch.cuda.get_device_capability(q.device) != (10, 0):
-        return "needs compute capability 10.0"
-    return unsupported(q, k, v, spec)
+    return hopper.unsupported_device(q, (10, 0)) or unsupported(q, k, v, spec)
 
 
 def unsupported(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> str | None:

@@ -55,18 +55,9 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
 from triton.language.core import _aggregate as aggregate
 
 from gemopt.kernels.gluon.backward import weights_and_slopes
-from gemopt.kernels.gluon.parts import (
-    Band,
-    as_matrix,
-    load_tile,
-    new_columns,
-    new_ring,
-    store_rows,
-    zero_if_empty,
-)
+from gemopt.kernels.gluon.blackwell.memory import M, narrow, store_columns
+from gemopt.kernels.gluon.parts import Band, as_matrix, load_tile, new_barriers, new_columns, new_ring
 from gemopt.kernels.gluon.scores import SOFTMAX
-
-M = gl.constexpr(128)  # stationary rows: the lanes of tensor memory
 
 
 @aggregate
@@ -97,12 +88,6 @@ class Slots:
         self.dtype = gl.constexpr(dtype)
         self.ROWS_Y = gl.constexpr(ROWS_Y)
 
-    @gluon.jit
-    def narrow(self, scores):
-        """What replaces a tile of scores, 16 bits each, in the first half of its columns."""
-        layout: gl.constexpr = TensorMemoryLayout((M, self.ROWS_Y), 1)
-        return scores._reinterpret(self.dtype, [M, 2 * self.ROWS_Y], layout).slice(0, self.ROWS_Y)
-
 
 @gluon.jit
 def new_slots(dtype: gl.constexpr, ROWS_Y: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, KEY_SIDE: gl.constexpr):
@@ -113,16 +98,10 @@ def new_slots(dtype: gl.constexpr, ROWS_Y: gl.constexpr, D: gl.constexpr, DV: gl
     d2 = d1
     if KEY_SIDE:
         d2 = allocate_tensor_memory(gl.float32, [M, DV], TensorMemoryLayout((M, DV), 1))
-    # Four allocations: see new_ring.
-    made = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    done = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(2):
-        mbarrier.init(made.index(slot), count=1)
-        mbarrier.init(ready.index(slot), count=1)
-    mbarrier.init(done.index(0), count=1)
-    mbarrier.init(free.index(0), count=2)
+    made = new_barriers(2, 1)
+    ready = new_barriers(2, 1)
+    done = new_barriers(1, 1)
+    free = new_barriers(1, 2)
     return Slots(s, dp, d1, d2, made, ready, done, free, dtype, ROWS_Y)
 
 
@@ -186,10 +165,10 @@ def multiply(x1, x2, y1, y2, slots, tiles, count, heads, sharing, band, KEY_SIDE
                 mbarrier.wait(slots.ready.index(old % 2), (old // 2) & 1)
                 if i == 1:
                     mbarrier.wait(slots.free.index(0), (turn & 1) ^ 1)
-                ds = slots.narrow(slots.dp.index(old % 2))
+                ds = narrow(slots.dp.index(old % 2), slots.dtype)
                 tcgen05_mma(ds, as_matrix(y1.box(old)), slots.d1, use_acc=i > 1)
                 if KEY_SIDE:
-                    p = slots.narrow(slots.s.index(old % 2))
+                    p = narrow(slots.s.index(old % 2), slots.dtype)
                     tcgen05_mma(p, as_matrix(y2.box(old)), slots.d2, use_acc=i > 1)
                 tcgen05_commit(y1.empty.index(old % y1.STAGES))
                 tcgen05_commit(y2.empty.index(old % y2.STAGES))
@@ -197,21 +176,6 @@ def multiply(x1, x2, y1, y2, slots, tiles, count, heads, sharing, band, KEY_SIDE
                 tcgen05_commit(slots.done.index(0))
         item += n
         turn += 1
-
-
-@gluon.jit
-def store_columns(
-    d, box, desc, start, length, x, column, factor, y_len, dtype: gl.constexpr, FIRST: gl.constexpr, LAST: gl.constexpr
-):  # fmt: skip
-    """Columns FIRST to LAST of a gradient in tensor memory, by way of a box of shared memory."""
-    COLUMNS: gl.constexpr = desc.block_type.shape[3]
-    layout: gl.constexpr = get_tmem_reg_layout(gl.float32, [M, COLUMNS], TensorMemoryLayout((M, COLUMNS), 1), gl.num_warps())
-    for c in gl.static_range(FIRST, LAST, COLUMNS):
-        part = zero_if_empty(d.slice(c, COLUMNS).load(layout) * factor, y_len)
-        tma.store_wait(0)  # the box has been read
-        as_matrix(box).store(part.to(dtype))
-        fence_async_shared()
-        store_rows(desc, box, start, length, x, column + c)
 
 
 @gluon.jit
@@ -255,14 +219,14 @@ def differentiate(
             y = low + (g - item) % n * ROWS_Y
             p, slope = weights_and_slopes(s, first, y, x_len, y_len, scale, prescale, band, ACT)
             if KEY_SIDE:
-                slots.narrow(s_slot).store(gl.convert_layout(p.to(dtype), p_layout))
+                narrow(s_slot, dtype).store(gl.convert_layout(p.to(dtype), p_layout))
             dp = dp_slot.load(s_layout)  # not before P is out of the registers
             if ACT == SOFTMAX:
                 if KEY_SIDE:
                     dp = dp + delta_y[None, :]
                 else:
                     dp = dp + delta[:, None]
-            slots.narrow(dp_slot).store(gl.convert_layout((slope * dp).to(dtype), p_layout))
+            narrow(dp_slot, dtype).store(gl.convert_layout((slope * dp).to(dtype), p_layout))
             mbarrier.arrive(slots.ready.index(own), count=1)
         item = end
         mbarrier.wait(slots.done.index(0), turn & 1)

@@ -62,10 +62,11 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
 )
 from triton.language.core import _aggregate as aggregate
 
-from gemopt.kernels.gluon.parts import Band, as_matrix, load_tile, new_ring, store_rows, zero_if_empty
-from gemopt.kernels.gluon.scores import FAR, SOFTMAX, units, vanishes
+from gemopt.kernels.gluon.blackwell.memory import M, narrow, store_columns
+from gemopt.kernels.gluon.forward import score_units
+from gemopt.kernels.gluon.parts import Band, as_matrix, load_tile, new_barriers, new_ring
+from gemopt.kernels.gluon.scores import SOFTMAX
 
-M = gl.constexpr(128)  # query rows of one part: the lanes of tensor memory
 PARTS = gl.constexpr(2)
 LN2 = gl.constexpr(0.6931471805599453)
 SLACK = gl.constexpr(8.0)  # weights may pass 1 by this power of two before their base follows
@@ -97,9 +98,8 @@ class Link:
 
     @gluon.jit
     def p(self, part: gl.constexpr):
-        """The weights of a part, 16 bits each, in the first half of the columns of its scores."""
-        layout: gl.constexpr = TensorMemoryLayout((M, self.KEYS), 1)
-        return self.s.index(part)._reinterpret(self.dtype, [M, 2 * self.KEYS], layout).slice(0, self.KEYS)
+        """The weights of a part, in the place of its scores."""
+        return narrow(self.s.index(part), self.dtype)
 
     @gluon.jit
     def reach(self, part: gl.constexpr, band, first, low, n, q_len, k_len):
@@ -113,14 +113,9 @@ class Link:
 def new_link(dtype: gl.constexpr, KEYS: gl.constexpr, DV: gl.constexpr):
     s = allocate_tensor_memory(gl.float32, [PARTS, M, KEYS], TensorMemoryLayout((M, KEYS), 1))
     o = allocate_tensor_memory(gl.float32, [PARTS, M, DV], TensorMemoryLayout((M, DV), 1))
-    # Three allocations: see new_ring.
-    made = gl.allocate_shared_memory(gl.int64, [PARTS, 1], mbarrier.MBarrierLayout())
-    ready = gl.allocate_shared_memory(gl.int64, [PARTS, 1], mbarrier.MBarrierLayout())
-    done = gl.allocate_shared_memory(gl.int64, [PARTS, 1], mbarrier.MBarrierLayout())
-    for part in gl.static_range(PARTS):
-        mbarrier.init(made.index(part), count=1)
-        mbarrier.init(ready.index(part), count=1)
-        mbarrier.init(done.index(part), count=1)
+    made = new_barriers(PARTS, 1)
+    ready = new_barriers(PARTS, 1)
+    done = new_barriers(PARTS, 1)
     return Link(s, o, made, ready, done, dtype, KEYS, DV)
 
 
@@ -218,21 +213,6 @@ def softmax_weights(s, top, total, x, y, q_len, k_len, scale, band):
 
 
 @gluon.jit
-def score_units(s, x, y, q_len, k_len, scale, band, ACT: gl.constexpr):
-    """The score function of a tile in its units, 0 where a query does not see a key."""
-    layout: gl.constexpr = s.type.layout
-    KEYS: gl.constexpr = s.shape[1]
-    if band.MASKED and vanishes(ACT):
-        if band.cuts(x, M, y, KEYS, q_len, k_len):
-            s = gl.where(band.sees(x, M, y, KEYS, q_len, k_len, layout), s, FAR / scale)
-    p = units(s, scale, ACT)
-    if band.MASKED and not vanishes(ACT):
-        if band.cuts(x, M, y, KEYS, q_len, k_len):
-            p = gl.where(band.sees(x, M, y, KEYS, q_len, k_len, layout), p, 0.0)
-    return p
-
-
-@gluon.jit
 def rescale(o, decay, COLUMNS: gl.constexpr):
     """o *= decay, COLUMNS at a time."""
     layout: gl.constexpr = get_tmem_reg_layout(gl.float32, [M, COLUMNS], TensorMemoryLayout((M, COLUMNS), 1), gl.num_warps())
@@ -307,14 +287,10 @@ def score(
                 gl.store(lse_ptr + (q_start + rows).to(gl.int64) * heads + head, lse, mask=rows < q_len)
                 factor = gl.convert_layout(1.0 / gl.where(total == 0.0, 1.0, total), gl.SliceLayout(1, o_layout))
             mbarrier.wait(link.done.index(part), turn & 1)
-            for c in gl.static_range(link.DV // COLUMNS):
-                o = link.o.index(part).slice(c * COLUMNS, COLUMNS).load(o_layout) * factor[:, None]
-                if ACT != SOFTMAX:
-                    o = zero_if_empty(o, k_len)
-                tma.store_wait(0)  # the box has been read
-                as_matrix(box).store(o.to(link.dtype))
-                fence_async_shared()
-                store_rows(out_desc, box, q_start, q_len, x, head * link.DV + c * COLUMNS)
+            store_columns(
+                link.o.index(part), box, out_desc, q_start, q_len, x, head * link.DV, factor[:, None], k_len, link.dtype,
+                0, link.DV,
+            )  # fmt: skip
             turn += 1
     tma.store_wait(0)
 

@@ -19,7 +19,19 @@ from gemopt.ops.attention_checks import check_call
 from gemopt.ops.define import op
 from gemopt.ops.dispatch import attention_kernels
 from gemopt.ops.pffn_mixed import pffn_mixed
-from gemopt.ops.pffn_parts import SCHEMA, WEIGHTS, affine, norms_of, spec_of
+from gemopt.ops.pffn_parts import (
+    SCHEMA,
+    affine,
+    differentiate,
+    fake_gradients,
+    layer_norm,
+    layer_norm_gradient,
+    like_weights,
+    norms_of,
+    rms_scale,
+    spec_of,
+    wide,
+)
 
 OP = "pffn"
 _LOW = (torch.bfloat16, torch.float16)
@@ -32,11 +44,6 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, backward: bool 
     from gemopt.kernels.triton.norms import MAX_COLUMNS
 
     return hopper.refusal(q, k, v, spec, backward) is None and q.shape[1] * q.shape[2] <= MAX_COLUMNS
-
-
-def _wide(x: Tensor) -> Tensor:
-    """`[T, H·D]` in fp32, or fp64 if x is."""
-    return x.reshape(x.shape[0], -1).to(torch.float64 if x.dtype == torch.float64 else torch.float32)
 
 
 @op(
@@ -55,17 +62,14 @@ def _pffn(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, Tensor, 
             ln, stats = norms.layer_norm(q, norm.eps, norm.weight, norm.bias)
             g, _ = hopper.forward(ln, k, v, spec, add_q=True)
             return norms.rms_add(g, q, norm.rms_eps, norm.rms_weight), ln, stats, g
-        x = _wide(q)
-        mean = x.mean(1)
-        centred = x - mean[:, None]
-        rstd = (centred.square().mean(1) + norm.eps).rsqrt()
-        ln = affine(centred * rstd[:, None], norm.weight, norm.bias).to(q.dtype).view(q.shape)
+        x = wide(q)
+        normed, stats = layer_norm(x, norm)
+        ln = normed.to(q.dtype).view(q.shape)
         forward, _ = attention_kernels(q)
         g = forward(ln, k, v, spec)[0] + ln
-        y = _wide(g)
-        normed = y * (y.square().mean(1, keepdim=True) + norm.rms_eps).rsqrt()
-        out = affine(normed, norm.rms_weight, x)
-        return out.to(q.dtype).view(q.shape), ln, torch.stack([mean, rstd]), g
+        y = wide(g)
+        out = affine(y * rms_scale(y, norm), norm.rms_weight, x)
+        return out.to(q.dtype).view(q.shape), ln, stats, g
 
 
 @_pffn.fake
@@ -94,58 +98,32 @@ def _pffn_backward(
             dln, dk, dv = hopper.backward(dg, ln, k, v, None, None, spec, add_q=True)
             dq, dw, db = norms.layer_norm_gradient(ln if q is None else q, stats, dln, dout, norm.weight, norm.bias)
         else:
-            y, dy = _wide(g), _wide(dout)
-            r = (y.square().mean(1, keepdim=True) + norm.rms_eps).rsqrt()
+            y, dy = wide(g), wide(dout)
+            r = rms_scale(y, norm)
             n = y * r
             d_rms = None if norm.rms_weight is None else (dy * n).sum(0)
             dn = affine(dy, norm.rms_weight, None)
             dg = ((dn - n * (dn * n).mean(1, keepdim=True)) * r).to(g.dtype).view(g.shape)
             _, backward = attention_kernels(ln)
             dln, dk, dv, _ = backward(dg, ln, k, v, None, None, spec, False)
-            n = _wide(ln) if q is None else (_wide(q) - stats[0][:, None]) * stats[1][:, None]
-            dx = _wide(dln) + _wide(dg)
+            rstd = stats[1][:, None]
+            n = wide(ln) if q is None else (wide(q) - stats[0][:, None]) * rstd
+            dx = wide(dln) + wide(dg)
             dw = None if norm.weight is None else (dx * n).sum(0)
             db = None if norm.bias is None else dx.sum(0)
-            dx = affine(dx, norm.weight, None)
-            dx = (dx - dx.mean(1, keepdim=True) - n * (dx * n).mean(1, keepdim=True)) * stats[1][:, None] + dy
-            dq = dx.to(ln.dtype).view(ln.shape)
-    sums = [
-        ln.new_empty(0) if d is None else d.to(w.dtype).view(w.shape)
-        for d, w in zip((dw, db, d_rms), args[WEIGHTS:], strict=True)
-    ]
-    return dq, dk, dv, sums[0], sums[1], sums[2]
+            dq = (layer_norm_gradient(dx, n, rstd, norm) + dy).to(ln.dtype).view(ln.shape)
+    return dq, dk, dv, *like_weights((dw, db, d_rms), args, ln)  # type: ignore[return-value]
 
 
 @_pffn_backward.fake
 def _(
     dout: Tensor, q: Tensor | None, k: Tensor, v: Tensor, ln: Tensor, stats: Tensor, g: Tensor, *args: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    w, b, u = (ln.new_empty(0) if x is None else x.new_empty(x.shape) for x in args[WEIGHTS:])
-    return ln.new_empty(ln.shape), k.new_empty(k.shape), v.new_empty(v.shape), w, b, u
+    return fake_gradients(ln, k, v, args)  # type: ignore[return-value]
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, q_offsets, k_offsets, *rest = inputs
-    _, ln, stats, g = output
-    weights = rest[WEIGHTS - 2 :]
-    kept = q if weights[0] is not None or weights[1] is not None else None
-    ctx.save_for_backward(kept, k, v, ln, stats, g, q_offsets, k_offsets, *weights)
-    ctx.rest = rest[: WEIGHTS - 2]
-    ctx.mark_non_differentiable(ln, stats, g)
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx: Any, dout: Tensor | None, *unused: Tensor | None) -> tuple[Any, ...]:
-    nothing = (None,) * WEIGHTS
-    if dout is None:
-        return (None, None, None, *nothing, None, None, None)
-    q, k, v, ln, stats, g, q_offsets, k_offsets, *weights = ctx.saved_tensors
-    *grads, dw, db, d_rms = _pffn_backward(dout, q, k, v, ln, stats, g, q_offsets, k_offsets, *ctx.rest, *weights)
-    given = (None if w is None else d for d, w in zip((dw, db, d_rms), weights, strict=True))
-    return (*grads, *nothing, *given)
-
-
-_pffn.autograd(_backward, _setup)
+# Without weights n is ln, and q is not needed.
+differentiate(_pffn, _pffn_backward, lambda weights: weights[0] is not None or weights[1] is not None)
 
 
 def pffn(

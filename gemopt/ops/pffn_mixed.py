@@ -19,7 +19,20 @@ from torch import Tensor
 from gemopt.kernels.tiers import use_triton
 from gemopt.ops.define import op
 from gemopt.ops.dispatch import attention_kernels
-from gemopt.ops.pffn_parts import SCHEMA, WEIGHTS, affine, norms_of, spec_of
+from gemopt.ops.pffn_parts import (
+    SCHEMA,
+    WEIGHTS,
+    affine,
+    differentiate,
+    fake_gradients,
+    layer_norm,
+    layer_norm_gradient,
+    like_weights,
+    norms_of,
+    rms_scale,
+    spec_of,
+    wide,
+)
 
 
 def _in_triton(q: Tensor) -> bool:
@@ -28,10 +41,6 @@ def _in_triton(q: Tensor) -> bool:
     from gemopt.kernels.triton.norms import MAX_COLUMNS
 
     return q.shape[1] * q.shape[2] <= MAX_COLUMNS
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.reshape(x.shape[0], -1).float()
 
 
 @op("pffn_mixed", f"(Tensor q, Tensor k, Tensor v, {SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)")
@@ -47,16 +56,12 @@ def pffn_mixed(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, Ten
             ln, stats = norms.layer_norm(q, norm.eps, norm.weight, norm.bias, k.dtype)
             a = forward(ln, k, v, spec)[0]
             return mixed_norms.rms_add(mixed_norms.Rows(a, q, stats, norm)), ln, stats, a
-        x = _wide(q)
-        mean = x.mean(1)
-        centred = x - mean[:, None]
-        rstd = (centred.square().mean(1) + norm.eps).rsqrt()
-        wide = affine(centred * rstd[:, None], norm.weight, norm.bias)
-        ln = wide.to(k.dtype).view(q.shape)
+        x = wide(q)
+        normed, stats = layer_norm(x, norm)
+        ln = normed.to(k.dtype).view(q.shape)
         a = forward(ln, k, v, spec)[0]
-        g = _wide(a) + wide
-        normed = g * (g.square().mean(1, keepdim=True) + norm.rms_eps).rsqrt()
-        return affine(normed, norm.rms_weight, x).view(q.shape), ln, torch.stack([mean, rstd]), a
+        g = wide(a) + normed
+        return affine(g * rms_scale(g, norm), norm.rms_weight, x).view(q.shape), ln, stats, a
 
 
 @pffn_mixed.fake
@@ -86,48 +91,25 @@ def _pffn_mixed_backward(
             dln, dk, dv, _ = backward(da, ln, k, v, None, None, spec, False)
             dq, *sums = mixed_norms.layer_norm_gradient(rows, rms_stats, dout, dln)
         else:
-            dy, rstd = _wide(dout), stats[1][:, None]
-            n = (_wide(q) - stats[0][:, None]) * rstd
-            g = _wide(a) + affine(n, norm.weight, norm.bias)
-            r = (g.square().mean(1, keepdim=True) + norm.rms_eps).rsqrt()
+            dy, rstd = wide(dout), stats[1][:, None]
+            n = (wide(q) - stats[0][:, None]) * rstd
+            g = wide(a) + affine(n, norm.weight, norm.bias)
+            r = rms_scale(g, norm)
             m = g * r
             dm = affine(dy, norm.rms_weight, None)
             dg = (dm - m * (dm * m).mean(1, keepdim=True)) * r
             dln, dk, dv, _ = backward(dg.to(a.dtype).view(a.shape), ln, k, v, None, None, spec, False)
-            dx = _wide(dln) + dg
+            dx = wide(dln) + dg
             sums = [None if w is None else x.sum(0) for x, w in zip((dx * n, dx, dy * m), args[WEIGHTS:], strict=True)]
-            dn = affine(dx, norm.weight, None)
-            dx = (dn - dn.mean(1, keepdim=True) - n * (dn * n).mean(1, keepdim=True)) * rstd + dy
-            dq = dx.to(q.dtype).view(q.shape)
-    found = [q.new_empty(0) if d is None else d.to(w.dtype).view(w.shape) for d, w in zip(sums, args[WEIGHTS:], strict=True)]
-    return dq, dk, dv, found[0], found[1], found[2]
+            dq = (layer_norm_gradient(dx, n, rstd, norm) + dy).to(q.dtype).view(q.shape)
+    return dq, dk, dv, *like_weights(sums, args, q)  # type: ignore[return-value]
 
 
 @_pffn_mixed_backward.fake
 def _(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, ln: Tensor, stats: Tensor, a: Tensor, *args: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    w, b, u = (q.new_empty(0) if x is None else x.new_empty(x.shape) for x in args[WEIGHTS:])
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), w, b, u
+    return fake_gradients(q, k, v, args)  # type: ignore[return-value]
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, q_offsets, k_offsets, *rest = inputs
-    _, ln, stats, a = output
-    ctx.save_for_backward(q, k, v, ln, stats, a, q_offsets, k_offsets, *rest[WEIGHTS - 2 :])
-    ctx.rest = rest[: WEIGHTS - 2]
-    ctx.mark_non_differentiable(ln, stats, a)
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx: Any, dout: Tensor | None, *unused: Tensor | None) -> tuple[Any, ...]:
-    nothing = (None,) * WEIGHTS
-    if dout is None:
-        return (None, None, None, *nothing, None, None, None)
-    q, k, v, ln, stats, a, q_offsets, k_offsets, *weights = ctx.saved_tensors
-    *grads, dw, db, du = _pffn_mixed_backward(dout, q, k, v, ln, stats, a, q_offsets, k_offsets, *ctx.rest, *weights)
-    given = (None if w is None else d for d, w in zip((dw, db, du), weights, strict=True))
-    return (*grads, *nothing, *given)
-
-
-pffn_mixed.autograd(_backward, _setup)
+differentiate(pffn_mixed, _pffn_mixed_backward, lambda weights: True)

@@ -100,10 +100,10 @@ class Near:
     hint: str = ""
 
 
-_AFTER = (
-    "pffn: one op, norms and residuals in its kernels",
-    "pffn: one op, norms and residuals in fp32, the attention in 16 bits",
-)
+_AFTER = {
+    False: "pffn: one op, norms and residuals in its kernels",
+    True: "pffn: one op, norms and residuals in fp32, the attention in 16 bits",
+}  # by whether the attention has a dtype of its own
 
 
 def fuse_norms(captured: Captured, plan: Plan, recipe: Any, report: Any) -> bool:
@@ -120,28 +120,26 @@ def fuse_norms(captured: Captured, plan: Plan, recipe: Any, report: Any) -> bool
         return False
     before = fx.Graph()
     before.output(before.graph_copy(gm.graph, {}))
-    fused: list[Block] = []
-    mixed: list[Block] = []
+    fused: list[tuple[Block, str]] = []
     for block in whole:
         reason = _shape_reason(block, values)
         if reason:
             _reject(report, Near(block.out, reason))
         else:
-            mixed += [block] * _mixed(block, values)
+            fused.append((block, _AFTER[_mixed(block, values)]))
             rewrite(gm, block, values)
-            fused.append(block)
     gm.graph.lint()
     gm.recompile()
     verified = _verified(captured, plan) if recipe.verify and fused else None
     if verified is False:
         gm.graph = before
-        for block in fused:
+        for block, _ in fused:
             _reject(report, Near(block.out, "the fused block differs from the original on generated inputs"))
         return False
-    for block in fused:
+    for block, after in fused:
         report.rewrite(
             site=block.out.name, rule="norm fusion", kernel="pffn", source=source_of(block.out),
-            before="layer_norm, gdpa, add, rms_norm, add", after=_AFTER[block in mixed],
+            before="layer_norm, gdpa, add, rms_norm, add", after=after,
             exactness="rounding", reason="nothing else reads the tensors between", verified=verified,
         )  # fmt: skip
     return bool(fused)

@@ -170,8 +170,10 @@ def draft(
     layout = Layout(live, seeing, choose)
     if not layout.packed:
         return Draft(live, layout, None, blind)
-    why_not = obstacle(layout) if room is not None else ""
-    emitter = Emitter(gm, layout, regions(gm), spare=why_not is None)
+    no_room = "" if room is None else obstacle(layout)
+    if no_room:
+        room = None
+    emitter = Emitter(gm, layout, regions(gm), spare=room is not None)
     packed = emitter.run()
     pairs = [(s.queries.set, s.keys.set, s.block) for o, s in layout.sides.items() if layout.attended(o)]
     inside = {n for s in seeing for n in s.interior}  # there, `Live.sees_a_key` has settled it
@@ -189,9 +191,9 @@ def draft(
         exists,
         totals,
         emitter.masks,
-        room if why_not is None else None,
+        room,
     )
-    return Draft(live, layout, plan, blind, why_not or "")
+    return Draft(live, layout, plan, blind, no_room)
 
 
 def _refuse_empty_rows(report: Any, sites: Sequence[Site]) -> None:

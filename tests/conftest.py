@@ -40,11 +40,14 @@ _hypothesis_profiles()
 # Files with long lists of cases of one kind, of which a run of many tests takes half. A run of one file, or of the sweep
 # (GEMOPT_TEST_SWEEP=1), takes all.
 _LONG = frozenset(
-    [f"passes/test_{x}.py" for x in ("unpad", "generated", "blocks", "norm_fusion", "recognise", "by_head", "jagged")]
-    + [f"hostile/test_{x}.py" for x in ("state", "models", "attention_layouts", "soundness", "masks_as_numbers", "lengths")]
-    + [f"hostile/test_{x}.py" for x in ("results_as_eager", "dtypes", "feature_orders", "intermediates", "where_branches")]
-    + [f"hostile/test_{x}.py" for x in ("reads_of_constants",)]
-    + [f"graph/test_{x}.py" for x in ("facts", "capture")]
+    f"{folder}/test_{name}.py"
+    for folder, names in {
+        "graph": "capture facts",
+        "hostile": "attention_layouts dtypes feature_orders intermediates lengths masks_as_numbers models "
+        "reads_of_constants results_as_eager soundness state where_branches",
+        "passes": "blocks by_head generated jagged norm_fusion recognise unpad",
+    }.items()
+    for name in names.split()
 )
 _MANY = 1000
 

@@ -62,19 +62,19 @@ class _Attention:
         self.queries, self.keys, self.dense, self.block = sides.queries, sides.keys, sides.dense, sides.block
         sequences = {a for a in self.queries.axes[:-1] if a is not None}
         heads = sorted(site.batch - sequences)
-        owned = [_owned(site.k_exprs, site), _owned(site.v_exprs, site)]
+        k_axes, v_axes = _owned(site.k_exprs, site), _owned(site.v_exprs, site)
         self.sequences = [a for a in self.queries.axes[:-1] if a is not None]
-        shared = [h for h in heads if h in owned[0] and h in owned[1]]
+        shared = [h for h in heads if h in k_axes & v_axes]
         self.heads = shared + [h for h in heads if h not in shared]
-        either = any(h in o for o in owned for h in heads if h not in shared)
+        either = any(h in k_axes | v_axes for h in heads if h not in shared)
         self.kv_heads = self.heads if either else shared
-        self.shared = False
+        self.one_set_of_queries = False  # for all sequences: known when they are written
         self.dtype = torch.promote_types(site.score_dtype, site.out.meta["val"].dtype)
 
     def write(self) -> fx.Node:
         site, e = self.site, self.e
         shared = self._shared_queries()
-        self.shared = shared is not None
+        self.one_set_of_queries = shared is not None
         q = shared if shared is not None else self._rows(site.q, site.q_exprs, self.queries, self.heads, always=True)
         for factor in site.q_factors:
             q = self._times(q, factor)
@@ -223,7 +223,7 @@ class _Attention:
         if self.block is not None:
             return [*(e.extras.blocks(s.set, self.block) for s in (self.queries, self.keys)), self.block, self.block]
         return [
-            None if self.shared else self._offsets(self.queries), self._offsets(self.keys),
+            None if self.one_set_of_queries else self._offsets(self.queries), self._offsets(self.keys),
             e.sizes[self.queries.set.sizes[-1]], e.sizes[self.keys.set.sizes[-1]],
         ]  # fmt: skip
 

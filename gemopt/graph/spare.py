@@ -23,8 +23,8 @@ from gemopt.graph.layout import Layout
 _GRANULE = 64  # rows: one tile of queries
 
 
-def obstacle(layout: Layout) -> str | None:
-    """Why the packed tensors of this graph can have no spare rows; None if they can."""
+def obstacle(layout: Layout) -> str:
+    """Why the packed tensors of this graph can have no spare rows; empty if they can."""
     unlike: set[fx.Node] = set()  # packed tensors whose spare rows are unlike any other
     for node, info in layout.known.infos.items():
         if info.kind == "boolean_index":
@@ -36,7 +36,7 @@ def obstacle(layout: Layout) -> str | None:
             return f"{node.name} may be infinite in spare rows"
         if behind or node in layout.sites:
             unlike.add(node)
-    return None
+    return ""
 
 
 def _filled_up(operand: fx.Node, node: fx.Node, layout: Layout) -> bool:

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gemopt.kernels.triton.norms import PARTS, _launch, _rows, _weight
+from gemopt.kernels.triton.norms import launch_rows, row_tile, sum_columns, weight_row
 
 
 class Rows(NamedTuple):
@@ -38,17 +38,17 @@ def _normed(
     r = first + tl.arange(0, ROWS)
     mean = tl.load(stats_ptr + r, mask=r < rows, other=0.0)
     rstd = tl.load(stats_ptr + rows + r, mask=r < rows, other=0.0)
-    at, mask = _rows(q_ptr, first, rows, N, BLOCK_N, ROWS)
+    at, mask = row_tile(q_ptr, first, rows, N, BLOCK_N, ROWS)
     q = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    at, _ = _rows(a_ptr, first, rows, N, BLOCK_N, ROWS)
+    at, _ = row_tile(a_ptr, first, rows, N, BLOCK_N, ROWS)
     g = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     n = tl.where(mask, (q - mean[:, None]) * rstd[:, None], 0.0)
     if WEIGHT:
-        g += n * _weight(weight_ptr, N, BLOCK_N)
+        g += n * weight_row(weight_ptr, N, BLOCK_N)
     else:
         g += n
     if BIAS:
-        g += _weight(bias_ptr, N, BLOCK_N)
+        g += weight_row(bias_ptr, N, BLOCK_N)
     return n, g, q, rstd
 
 
@@ -64,8 +64,8 @@ def mixed_rms_forward(
     )  # fmt: skip
     out = g / tl.sqrt(tl.sum(g * g, 1) / N + eps)[:, None]
     if RMS_WEIGHT:
-        out = out * _weight(rms_weight_ptr, N, BLOCK_N)
-    at, mask = _rows(out_ptr, first, rows, N, BLOCK_N, ROWS)
+        out = out * weight_row(rms_weight_ptr, N, BLOCK_N)
+    at, mask = row_tile(out_ptr, first, rows, N, BLOCK_N, ROWS)
     tl.store(at, out + q, mask=mask)
 
 
@@ -80,14 +80,14 @@ def mixed_rms_backward(
     _n, g, _q, _rstd = _normed(
         a_ptr, q_ptr, stats_ptr, weight_ptr, bias_ptr, first, rows, WEIGHT, BIAS, N, BLOCK_N, ROWS
     )  # fmt: skip
-    at, mask = _rows(dout_ptr, first, rows, N, BLOCK_N, ROWS)
+    at, mask = row_tile(dout_ptr, first, rows, N, BLOCK_N, ROWS)
     dm = tl.load(at, mask=mask, other=0.0)
     if RMS_WEIGHT:
-        dm = dm * _weight(rms_weight_ptr, N, BLOCK_N)
+        dm = dm * weight_row(rms_weight_ptr, N, BLOCK_N)
     r = 1.0 / tl.sqrt(tl.sum(g * g, 1) / N + eps)
     m = g * r[:, None]
     c = tl.sum(dm * m, 1) / N
-    at, _ = _rows(da_ptr, first, rows, N, BLOCK_N, ROWS)
+    at, _ = row_tile(da_ptr, first, rows, N, BLOCK_N, ROWS)
     tl.store(at, ((dm - m * c[:, None]) * r[:, None]).to(da_ptr.dtype.element_ty), mask=mask)
     row = first + tl.arange(0, ROWS)
     tl.store(rms_stats_ptr + row, r, mask=row < rows)
@@ -107,17 +107,17 @@ def mixed_layer_norm_backward(
     row = first + tl.arange(0, ROWS)
     r = tl.load(rms_stats_ptr + row, mask=row < rows, other=0.0)[:, None]
     c = tl.load(rms_stats_ptr + rows + row, mask=row < rows, other=0.0)[:, None]
-    at, mask = _rows(dout_ptr, first, rows, N, BLOCK_N, ROWS)
+    at, mask = row_tile(dout_ptr, first, rows, N, BLOCK_N, ROWS)
     dout = tl.load(at, mask=mask, other=0.0)
     dm = dout
     if RMS_WEIGHT:
-        dm = dm * _weight(rms_weight_ptr, N, BLOCK_N)
-    at, _ = _rows(dlow_ptr, first, rows, N, BLOCK_N, ROWS)
+        dm = dm * weight_row(rms_weight_ptr, N, BLOCK_N)
+    at, _ = row_tile(dlow_ptr, first, rows, N, BLOCK_N, ROWS)
     dn = tl.load(at, mask=mask, other=0.0).to(tl.float32) + (dm - g * (r * c)) * r
     if WEIGHT:
-        dn = dn * _weight(weight_ptr, N, BLOCK_N)
+        dn = dn * weight_row(weight_ptr, N, BLOCK_N)
     dq = dn - (tl.sum(dn, 1) / N)[:, None] - n * (tl.sum(dn * n, 1) / N)[:, None]
-    at, _ = _rows(dq_ptr, first, rows, N, BLOCK_N, ROWS)
+    at, _ = row_tile(dq_ptr, first, rows, N, BLOCK_N, ROWS)
     tl.store(at, (dq * rstd[:, None] + dout).to(dq_ptr.dtype.element_ty), mask=mask)
 
 
@@ -181,7 +181,7 @@ def rms_add(rows: Rows) -> Tensor:
     """out, fp32 `[T, H, D]`."""
     out = torch.empty(rows.q.shape, dtype=torch.float32, device=rows.q.device)
     count, (given, flags) = rows.q.shape[0], _given(rows)
-    _launch(mixed_rms_forward, count, rows.q.shape[1:].numel(), *given, out, count, rows.norm.rms_eps, **flags)
+    launch_rows(mixed_rms_forward, count, rows.q.shape[1:].numel(), *given, out, count, rows.norm.rms_eps, **flags)
     return out
 
 
@@ -189,7 +189,7 @@ def rms_gradient(rows: Rows, dout: Tensor) -> tuple[Tensor, Tensor]:
     """da in the dtype of a, and fp32 `[2, T]`: 1/sqrt(mean g² + eps) and mean(dm m). dout: contiguous, fp32."""
     count, (given, flags) = rows.q.shape[0], _given(rows)
     da, stats = torch.empty_like(rows.a), torch.empty_like(rows.stats)
-    _launch(
+    launch_rows(
         mixed_rms_backward, count, rows.q.shape[1:].numel(), *given, dout, da, stats, count, rows.norm.rms_eps, **flags
     )  # fmt: skip
     return da, stats
@@ -206,13 +206,9 @@ def layer_norm_gradient(
     count, columns, (given, flags) = rows.q.shape[0], rows.q.shape[1:].numel(), _given(rows)
     dq = torch.empty_like(rows.q)
     given = (*given, rms_stats, dout, dlow)
-    _launch(mixed_layer_norm_backward, count, columns, *given, dq, count, **flags)
+    launch_rows(mixed_layer_norm_backward, count, columns, *given, dq, count, **flags)
     if not any(flags.values()):
         return dq, None, None, None
-    parts = max(1, min(PARTS, triton.cdiv(count, 16)))
-    sums = torch.empty((3, parts, columns), dtype=torch.float32, device=dq.device)
-    grid = (parts, triton.cdiv(columns, 256))
-    each = triton.cdiv(count, parts)
-    mixed_column_sums[grid](*given, sums, count, each, **flags, N=columns, BLOCK=256, ROWS=16, num_warps=8)
-    found = (x if given else None for x, given in zip(sums.sum(1), flags.values(), strict=True))
+    sums = sum_columns(mixed_column_sums, 3, count, columns, *given, **flags)
+    found = (x if there else None for x, there in zip(sums, flags.values(), strict=True))
     return dq, *found

@@ -17,7 +17,7 @@ PARTS = 264  # two programs for each multiprocessor of a large GPU
 
 
 @triton.jit
-def _rows(base, first, rows, N: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr):
+def row_tile(base, first, rows, N: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr):
     """Pointers and mask of ROWS contiguous rows."""
     r = first + tl.arange(0, ROWS)
     c = tl.arange(0, BLOCK_N)
@@ -26,7 +26,7 @@ def _rows(base, first, rows, N: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.co
 
 
 @triton.jit
-def _weight(ptr, N: tl.constexpr, BLOCK_N: tl.constexpr):
+def weight_row(ptr, N: tl.constexpr, BLOCK_N: tl.constexpr):
     c = tl.arange(0, BLOCK_N)
     return tl.load(ptr + c, mask=c < N, other=0.0).to(tl.float32)[None, :]
 
@@ -38,17 +38,17 @@ def layer_norm_forward(
 ):  # fmt: skip
     """stats fp32 `[2, T]`: means, then rstd."""
     first = tl.program_id(0) * ROWS
-    at, mask = _rows(x_ptr, first, rows, N, BLOCK_N, ROWS)
+    at, mask = row_tile(x_ptr, first, rows, N, BLOCK_N, ROWS)
     x = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     mean = tl.sum(x, 1) / N
     centred = tl.where(mask, x - mean[:, None], 0.0)
     rstd = 1.0 / tl.sqrt(tl.sum(centred * centred, 1) / N + eps)
     y = centred * rstd[:, None]
     if WEIGHT:
-        y = y * _weight(weight_ptr, N, BLOCK_N)
+        y = y * weight_row(weight_ptr, N, BLOCK_N)
     if BIAS:
-        y = y + _weight(bias_ptr, N, BLOCK_N)
-    out, _ = _rows(y_ptr, first, rows, N, BLOCK_N, ROWS)
+        y = y + weight_row(bias_ptr, N, BLOCK_N)
+    out, _ = row_tile(y_ptr, first, rows, N, BLOCK_N, ROWS)
     tl.store(out, y.to(y_ptr.dtype.element_ty), mask=mask)
     r = first + tl.arange(0, ROWS)
     tl.store(stats_ptr + r, mean, mask=r < rows)
@@ -62,11 +62,11 @@ def layer_norm_backward(
 ):  # fmt: skip
     """dx = rstd (dn - mean dn - n mean(dn n)) + residual, dn = dy w. x is n already if NORMED."""
     first = tl.program_id(0) * ROWS
-    at, mask = _rows(x_ptr, first, rows, N, BLOCK_N, ROWS)
+    at, mask = row_tile(x_ptr, first, rows, N, BLOCK_N, ROWS)
     n = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    at, _ = _rows(dy_ptr, first, rows, N, BLOCK_N, ROWS)
+    at, _ = row_tile(dy_ptr, first, rows, N, BLOCK_N, ROWS)
     dn = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    at, _ = _rows(residual_ptr, first, rows, N, BLOCK_N, ROWS)
+    at, _ = row_tile(residual_ptr, first, rows, N, BLOCK_N, ROWS)
     residual = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     r = first + tl.arange(0, ROWS)
     rstd = tl.load(stats_ptr + rows + r, mask=r < rows, other=0.0)
@@ -74,9 +74,9 @@ def layer_norm_backward(
         mean = tl.load(stats_ptr + r, mask=r < rows, other=0.0)
         n = tl.where(mask, (n - mean[:, None]) * rstd[:, None], 0.0)
     if WEIGHT:
-        dn = dn * _weight(weight_ptr, N, BLOCK_N)
+        dn = dn * weight_row(weight_ptr, N, BLOCK_N)
     dx = dn - (tl.sum(dn, 1) / N)[:, None] - n * (tl.sum(dn * n, 1) / N)[:, None]
-    at, _ = _rows(dx_ptr, first, rows, N, BLOCK_N, ROWS)
+    at, _ = row_tile(dx_ptr, first, rows, N, BLOCK_N, ROWS)
     tl.store(at, (dx * rstd[:, None] + residual).to(dx_ptr.dtype.element_ty), mask=mask)
 
 
@@ -86,14 +86,14 @@ def rms_add_forward(
     WEIGHT: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0) * ROWS
-    at, mask = _rows(x_ptr, first, rows, N, BLOCK_N, ROWS)
+    at, mask = row_tile(x_ptr, first, rows, N, BLOCK_N, ROWS)
     x = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    at, _ = _rows(residual_ptr, first, rows, N, BLOCK_N, ROWS)
+    at, _ = row_tile(residual_ptr, first, rows, N, BLOCK_N, ROWS)
     residual = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     y = x / tl.sqrt(tl.sum(x * x, 1) / N + eps)[:, None]
     if WEIGHT:
-        y = y * _weight(weight_ptr, N, BLOCK_N)
-    at, _ = _rows(y_ptr, first, rows, N, BLOCK_N, ROWS)
+        y = y * weight_row(weight_ptr, N, BLOCK_N)
+    at, _ = row_tile(y_ptr, first, rows, N, BLOCK_N, ROWS)
     tl.store(at, (y + residual).to(y_ptr.dtype.element_ty), mask=mask)
 
 
@@ -104,19 +104,19 @@ def rms_backward(
 ):  # fmt: skip
     """dx = r (dn - n mean(dn n)), dn = dy w, n = x r, r = 1/sqrt(mean x² + eps); stats, if WEIGHT: 0 and r."""
     first = tl.program_id(0) * ROWS
-    at, mask = _rows(x_ptr, first, rows, N, BLOCK_N, ROWS)
+    at, mask = row_tile(x_ptr, first, rows, N, BLOCK_N, ROWS)
     x = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    at, _ = _rows(dy_ptr, first, rows, N, BLOCK_N, ROWS)
+    at, _ = row_tile(dy_ptr, first, rows, N, BLOCK_N, ROWS)
     dn = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     r = 1.0 / tl.sqrt(tl.sum(x * x, 1) / N + eps)
     n = x * r[:, None]
     if WEIGHT:
-        dn = dn * _weight(weight_ptr, N, BLOCK_N)
+        dn = dn * weight_row(weight_ptr, N, BLOCK_N)
         row = first + tl.arange(0, ROWS)
         tl.store(stats_ptr + row, r * 0.0, mask=row < rows)
         tl.store(stats_ptr + rows + row, r, mask=row < rows)
     dx = (dn - n * (tl.sum(dn * n, 1) / N)[:, None]) * r[:, None]
-    at, _ = _rows(dx_ptr, first, rows, N, BLOCK_N, ROWS)
+    at, _ = row_tile(dx_ptr, first, rows, N, BLOCK_N, ROWS)
     tl.store(at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
 
@@ -144,21 +144,27 @@ def column_sums(x_ptr, stats_ptr, dy_ptr, sums_ptr, rows, each, N: tl.constexpr,
     tl.store(to + tl.num_programs(0) * N, plain, mask=c < N)
 
 
-def _launch(kernel: triton.runtime.JITFunction, rows: int, columns: int, *arguments: object, **flags: bool) -> None:
+def launch_rows(kernel: triton.runtime.JITFunction, rows: int, columns: int, *arguments: object, **flags: bool) -> None:
     block = triton.next_power_of_2(columns)
     at_once = max(1, 4096 // block)
     if rows:
         kernel[(triton.cdiv(rows, at_once),)](*arguments, **flags, N=columns, BLOCK_N=block, ROWS=at_once, num_warps=8)
 
 
-def _sums(x: Tensor, stats: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
-    """fp32 `[N]` each: Σ dy n and Σ dy over the rows of `[T, ...]`, n made of x and stats."""
-    rows, columns = x.shape[0], x.shape[1:].numel()
+def sum_columns(
+    kernel: triton.runtime.JITFunction, count: int, rows: int, columns: int, x: Tensor, *arguments: Tensor, **flags: bool
+) -> Tensor:
+    """fp32 `[count, N]`: what a kernel sums over rows, in parts `[count, parts, N]` that are added in a fixed order."""
     parts = max(1, min(PARTS, triton.cdiv(rows, 16)))
-    sums = torch.empty((2, parts, columns), dtype=torch.float32, device=x.device)
-    grid = (parts, triton.cdiv(columns, 256))
-    column_sums[grid](x, stats, dy, sums, rows, triton.cdiv(rows, parts), N=columns, BLOCK=256, ROWS=16, num_warps=8)
-    return sums[0].sum(0), sums[1].sum(0)
+    sums = torch.empty((count, parts, columns), dtype=torch.float32, device=x.device)
+    grid, each = (parts, triton.cdiv(columns, 256)), triton.cdiv(rows, parts)
+    kernel[grid](x, *arguments, sums, rows, each, **flags, N=columns, BLOCK=256, ROWS=16, num_warps=8)
+    return sums.sum(1)
+
+
+def _sums(x: Tensor, stats: Tensor, dy: Tensor) -> Tensor:
+    """fp32 `[2, N]`: Σ dy n and Σ dy over the rows of `[T, ...]`, n made of x and stats."""
+    return sum_columns(column_sums, 2, x.shape[0], x.shape[1:].numel(), x, stats, dy)
 
 
 def layer_norm(
@@ -170,7 +176,7 @@ def layer_norm(
     stats = torch.empty((2, x.shape[0]), dtype=torch.float32, device=x.device)
     flags = {"WEIGHT": weight is not None, "BIAS": bias is not None}
     given = (x if weight is None else weight, x if bias is None else bias)
-    _launch(layer_norm_forward, x.shape[0], x.shape[1:].numel(), x, *given, y, stats, x.shape[0], eps, **flags)
+    launch_rows(layer_norm_forward, x.shape[0], x.shape[1:].numel(), x, *given, y, stats, x.shape[0], eps, **flags)
     return y, stats
 
 
@@ -181,7 +187,7 @@ def layer_norm_gradient(
     dx, plain = torch.empty_like(x), weight is None and bias is None
     flags = {"NORMED": plain, "WEIGHT": weight is not None}
     given = x if weight is None else weight
-    _launch(
+    launch_rows(
         layer_norm_backward, x.shape[0], x.shape[1:].numel(), x, stats, dy, residual, given, dx, x.shape[0], **flags
     )  # fmt: skip
     if plain:
@@ -193,7 +199,7 @@ def layer_norm_gradient(
 def rms_add(x: Tensor, residual: Tensor, eps: float, weight: Tensor | None = None) -> Tensor:
     y = torch.empty_like(x)
     given = x if weight is None else weight
-    _launch(
+    launch_rows(
         rms_add_forward, x.shape[0], x.shape[1:].numel(), x, residual, given, y, x.shape[0], eps, WEIGHT=weight is not None
     )  # fmt: skip
     return y
@@ -203,7 +209,7 @@ def rms_gradient(x: Tensor, dy: Tensor, eps: float, weight: Tensor | None = None
     """Gradients of x and of the weight."""
     dx, given = torch.empty_like(x), x if weight is None else weight
     stats = torch.empty((2, x.shape[0] if weight is not None else 0), dtype=torch.float32, device=x.device)
-    _launch(
+    launch_rows(
         rms_backward, x.shape[0], x.shape[1:].numel(), x, dy, given, dx, stats, x.shape[0], eps, WEIGHT=weight is not None
     )  # fmt: skip
     return dx, None if weight is None else _sums(x, stats, dy)[0]

@@ -3,7 +3,6 @@
     python bench/kernels.py                      # the whole grid
     python bench/kernels.py --cells gdpa-jagged,block --rounds 1
     python bench/kernels.py --peer my_peer.py    # with contestants(cell, data) -> {name: {"forward": f, "backward": g}}
-    GEMOPT_TIER=untried python bench/kernels.py --cells pma-shared,pma-long     # forms that are not chosen yet
     python bench/kernels.py --plot-only          # docs/kernels.png and docs/roofline.png from bench/results; no GPU needed
 
 Protocol: matrix kernels of this kind run into the board's power limit, and the clock falls as they warm the chip. So all

@@ -1,8 +1,7 @@
 """Which tiers of kernels tensors may run on: by their device, its compute capability and two environment variables.
 
-`GEMOPT_TIER=portable` leaves the Gluon kernels out. `GEMOPT_TIER=blackwell` asks for those for compute capability 10.0, and
-`GEMOPT_TIER=untried` for forms that compile for 9.0, none of which have run on a device. `GEMOPT_FORCE_TRITON=1` sends CPU
-tensors to the Triton kernels.
+`GEMOPT_TIER=portable` leaves the Gluon kernels out. `GEMOPT_TIER=blackwell` asks for those for compute capability 10.0, none
+of which have run on a device. `GEMOPT_FORCE_TRITON=1` sends CPU tensors to the Triton kernels.
 """
 
 import os
@@ -32,12 +31,6 @@ def is_hopper(x: Tensor) -> bool:
 def is_blackwell(x: Tensor) -> bool:
     """Whether ops on `x` may run as the Gluon kernels that are untested on hardware: only if asked to."""
     return os.environ.get("GEMOPT_TIER") == "blackwell" and capability(x) == (10, 0)
-
-
-def untried() -> bool:
-    """Whether forms of the kernels may be chosen that have not run on a device: keys split among programs, shared queries
-    read in place, sums of dQ in a fixed order. Without them shared queries are copied for every sequence."""
-    return os.environ.get("GEMOPT_TIER") == "untried"
 
 
 @cache

@@ -3,7 +3,7 @@
 Three tiers: the CPU's, the portable Triton kernels, and the Gluon kernels for compute capability 9.0, which take the
 calls that `gemopt.kernels.gluon.attention.refusal` has no objection to. `GEMOPT_TIER=portable` leaves the last out.
 Those for compute capability 10.0 (`gemopt.kernels.gluon.blackwell`) have not run on hardware yet and are used only under
-`GEMOPT_TIER=blackwell`. Likewise `GEMOPT_TIER=untried` asks for forms that compile for 9.0 and have not run there.
+`GEMOPT_TIER=blackwell`.
 
 `GEMOPT_FORCE_TRITON=1` sends CPU tensors to the Triton kernels; with `TRITON_INTERPRET=1` these then run under Triton's
 interpreter, which is how the kernels are tested without a GPU.
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gemopt.kernels.cpu import attention as cpu
 from gemopt.kernels.spec import AttentionSpec
-from gemopt.kernels.tiers import is_blackwell, is_hopper, untried, use_triton
+from gemopt.kernels.tiers import is_blackwell, is_hopper, use_triton
 
 Forward = Callable[..., tuple[Tensor, Tensor]]
 Backward = Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]]
@@ -42,9 +42,8 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tens
     if is_hopper(q):
         from gemopt.kernels.gluon import attention as hopper
 
-        own, spread = (q, spec) if untried() else spec.spread(q)
-        if hopper.refusal(own, k, v, spread) is None:
-            return hopper.forward(own, k, v, spread)
+        if hopper.refusal(q, k, v, spec) is None:
+            return hopper.forward(q, k, v, spec)
     if is_blackwell(q):
         from gemopt.kernels.gluon.blackwell import attention as blackwell
 
@@ -76,10 +75,8 @@ def _backward(
     if is_hopper(q) and not bias_grad:
         from gemopt.kernels.gluon import attention as hopper
 
-        own, spread = (q, spec) if untried() else spec.spread(q)
-        if hopper.refusal(own, k, v, spread, backward=True) is None:
-            dq, dk, dv = hopper.backward(dout, own, k, v, out, lse, spread)
-            return (dq if spread is spec else spec.gathered(dq, q)), dk, dv, None
+        if hopper.refusal(q, k, v, spec, backward=True) is None:
+            return *hopper.backward(dout, q, k, v, out, lse, spec), None
     if is_blackwell(q) and not bias_grad:
         from gemopt.kernels.gluon.blackwell import attention as blackwell
 

@@ -43,7 +43,7 @@ def test_tile_list(lens: list[int], in_order: bool) -> None:
     y = torch.tensor([0, *streams]).cumsum(0)
     rows = int(x[-1]) + spare
     tiles = tile_list(x.to(DEVICE), y.to(DEVICE, torch.int32), rows, block, in_order)
-    records = tiles.records[: int(tiles.count)].tolist()
+    records = tiles.records[: int(tiles.count[0])].tolist()
     assert len(records) == sum(-(-n // block) for n in [*lens, spare])
     covered = sorted(start + i for first, start, length, *_ in records for i in range(first, min(first + block, length)))
     assert covered == list(range(rows))

@@ -73,11 +73,11 @@ def test_tiles_in_parts() -> None:
     x, y = x.to(DEVICE), y.to(DEVICE)
     whole, found = tile_list(x, y, 30, 16), tile_list(x, y, 30, 16, split=(3, 32))
     want = []
-    for first, x_start, x_len, y_start, y_len, b, *_ in whole.records[: int(whole.count)].tolist():
+    for first, x_start, x_len, y_start, y_len, b, *_ in whole.records[: int(whole.count[0])].tolist():
         for part, passed in enumerate(min(n, y_len) for n in (0, 32, 64)):
             rest = y_len - passed
             want.append([first, x_start, x_len, y_start + passed, rest if part == 2 else min(rest, 32), b, part])
-    assert [r[:7] for r in found.records[: int(found.count)].tolist()] == want
+    assert [r[:7] for r in found.records[: int(found.count[0])].tolist()] == want
 
 
 @runs
@@ -89,7 +89,7 @@ def test_tiles_of_shared_rows() -> None:
         (tile_list(y, 20, 41, 16), tile_list(y, same, 41, 16)),
     ):
         assert torch.equal(a.count, b.count)
-        assert torch.equal(a.records[: int(a.count), :6], b.records[: int(b.count), :6])
+        assert torch.equal(a.records[: int(a.count[0]), :6], b.records[: int(b.count[0]), :6])
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ def offsets(lengths: list[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 def records(found: TileList, words: int) -> list[tuple[int, ...]]:
-    return [tuple(r[:words]) for r in found.records[: int(found.count)].tolist()]
+    return [tuple(r[:words]) for r in found.records[: int(found.count[0])].tolist()]
 
 
 @settings(max_examples=15, deadline=None)

@@ -14,7 +14,7 @@ from torch import Tensor
 from gemopt.kernels.gluon import launch, scores, table
 from gemopt.kernels.gluon.launch import Call
 from gemopt.kernels.spec import SOFTMAX, AttentionSpec
-from gemopt.kernels.tiers import capability, multiprocessors, untried
+from gemopt.kernels.tiers import capability, multiprocessors
 from gemopt.kernels.triton.split import combine, key_parts
 from gemopt.kernels.triton.tiles import sequence_list, tile_list
 
@@ -140,7 +140,7 @@ class Split:
 def split_of(q: Tensor, k: Tensor, spec: AttentionSpec) -> Split | None:
     """How the keys are split among programs; None: they are not."""
     cfg = table.forward_config(shape_of(q, spec), split=True)
-    if cfg is None or spec.masked or not untried():
+    if cfg is None or spec.masked:
         return None
     tiles = spec.batch * q.shape[1] * triton.cdiv(spec.max_q, cfg.parts * launch.M * cfg.group)
     parts, step = key_parts(tiles, min(spec.max_k, k.shape[0]), multiprocessors(q.device.index or 0), cfg.keys)
@@ -169,7 +169,7 @@ def backward(
     dout, q, k, v = (launch.rows_of(x) for x in (dout, q, k, v))
     heads, sharing = q.shape[1], q.shape[1] // k.shape[1]
     shape = shape_of(q, spec)
-    form = form_of(q, k, spec, shape, add_q)
+    form = form_of(q, k, spec, shape)
     grads = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     dq = grads[0]
     if spec.shared and form == "two":  # one for each sequence
@@ -190,6 +190,8 @@ def backward(
         elif form == "ordered":
             shaped = (multiprocessors(q.device.index or 0), *q.shape)
             sums = torch.zeros(shaped, dtype=torch.float32, device=q.device)
+            if add_q:
+                sums[0] = dout
         else:
             sums = dout.float() if add_q else torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     for name, first, size in runs(spec, heads):
@@ -210,13 +212,13 @@ def backward(
     return dq, grads[1], grads[2]
 
 
-def form_of(q: Tensor, k: Tensor, spec: AttentionSpec, shape: table.Shape, add_q: bool) -> str:
+def form_of(q: Tensor, k: Tensor, spec: AttentionSpec, shape: table.Shape) -> str:
     """ "owner", "fused", "two", or "ordered": the fused form with a sum of dQ for each program, made in order.
 
     The gradient of shared queries is one sum for all sequences, which the fused forms make in place.
     """
     # Sums for each program take no more than keys do.
-    few = multiprocessors(q.device.index or 0) * q.shape[0] <= k.shape[0] and not add_q and untried()
+    few = multiprocessors(q.device.index or 0) * q.shape[0] <= k.shape[0]
     deterministic = torch.are_deterministic_algorithms_enabled()
     form = table.backward_form(shape, deterministic, balanced(q, k, spec), few, spec.shared)
     assert form is not None

@@ -24,7 +24,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from gemopt.kernels.gluon.parts import (
     Band,
     as_matrix,
-    load_tile,
     new_columns,
     new_ring,
     placed,
@@ -32,6 +31,7 @@ from gemopt.kernels.gluon.parts import (
     store_rows,
     zero_if_empty,
 )
+from gemopt.kernels.gluon.queue import new_queue
 from gemopt.kernels.gluon.scores import FAR, SOFTMAX, units_and_slope, vanishes
 
 M = gl.constexpr(64)
@@ -97,7 +97,7 @@ def weights_and_slopes(s, x, y, x_len, y_len, scale, prescale, band, ACT: gl.con
 
 @gluon.jit
 def produce(
-    x1_desc, x2_desc, y1_desc, y2_desc, x1, x2, y1, y2, columns, stats, q_rows, tiles, count, heads, sharing, band,
+    x1_desc, x2_desc, y1_desc, y2_desc, x1, x2, y1, y2, columns, stats, q_rows, queue, sharing, band,
     KEY_SIDE: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, ACT: gl.constexpr, SHARED_Q: gl.constexpr,
 ):  # fmt: skip
     """The copying warp. `heads` are those of x; y has `sharing` times as many on the key side, as many fewer else.
@@ -108,9 +108,9 @@ def produce(
     groups = sharing if KEY_SIDE else sharing * 0 + 1
     item = 0
     turn = 0
-    for t in range(gl.program_id(0), gl.load(count) * heads, gl.num_programs(0)):
-        head = t % heads
-        first, x_start, x_len, y_start, y_len = load_tile(tiles, t // heads)
+    t = queue.first()
+    while t >= 0:
+        head, first, x_start, x_len, y_start, y_len = queue.tile(t)
         x1_start = x_start
         y1_start = y_start
         if SHARED_Q:
@@ -120,7 +120,6 @@ def produce(
                 x1_start = x_start * 0
         x1.load(x1_desc, turn, x1_start, x_len, first, head * D)
         x2.load(x2_desc, turn, x_start, x_len, first, head * DV)
-        turn += 1
         low, n = band.span(first, x1.PARTS * M, x_len, y_len, ROWS_Y)
         for step in range(n * groups):
             y_head = head * sharing + step // n if KEY_SIDE else head // sharing
@@ -129,8 +128,10 @@ def produce(
             y2.load(y2_desc, item, y_start, y_len, row, y_head * DV)
             if KEY_SIDE and ACT == SOFTMAX:
                 lse = stats + y_head.to(gl.int64) * q_rows + y_start
-                columns.fill(item, lse, lse + (heads * sharing).to(gl.int64) * q_rows, row, y_len, float("-inf"))
+                columns.fill(item, lse, lse + (queue.heads * sharing).to(gl.int64) * q_rows, row, y_len, float("-inf"))
             item += 1
+        t = queue.draw(turn, t)
+        turn += 1
 
 
 @gluon.jit
@@ -182,7 +183,7 @@ def query_gradient(
 
 @gluon.jit
 def query_side(
-    part: gl.constexpr, dq_desc, stats, q_rows, x1, x2, y1, y2, tiles, count, heads, sharing, scale, prescale, ds_scale, band,
+    part: gl.constexpr, dq_desc, stats, q_rows, x1, x2, y1, y2, queue, sharing, scale, prescale, ds_scale, band,
     D: gl.constexpr, ACT: gl.constexpr, ADD: gl.constexpr, EARLY_WAIT: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup that makes dQ of query rows `part * 64` and on of each tile."""
@@ -191,9 +192,9 @@ def query_side(
     zero = gl.zeros([M, ROWS_K], gl.float32, s_layout)
     item = 0
     turn = 0
-    for t in range(gl.program_id(0), gl.load(count) * heads, gl.num_programs(0)):
-        head = t % heads
-        first, q_start, q_len, _, k_len = load_tile(tiles, t // heads)
+    t = queue.first()
+    while t >= 0:
+        head, first, q_start, q_len, _, k_len = queue.tile(t)
         x = first + part * M
         low, n = band.span(first, x1.PARTS * M, q_len, k_len, ROWS_K)
         x1.wait_full(turn)
@@ -205,7 +206,7 @@ def query_side(
                 r = x + gl.arange(0, M, layout=gl.SliceLayout(1, s_layout))
                 lse = stats + head.to(gl.int64) * q_rows + q_start + r
                 s0 = zero + gl.load(lse, mask=r < q_len, other=float("-inf"))[:, None]
-                dp0 = zero + gl.load(lse + heads.to(gl.int64) * q_rows, mask=r < q_len, other=0.0)[:, None]
+                dp0 = zero + gl.load(lse + queue.heads.to(gl.int64) * q_rows, mask=r < q_len, other=0.0)[:, None]
             q_box = x1.box(turn, part)
             passed, own_n = band.share(x, M, low, n, q_len, k_len, ROWS_K)
             skip_items(y1, y2, item, passed)
@@ -222,6 +223,7 @@ def query_side(
         item += n
         x1.release(turn)
         x2.release(turn)
+        t = queue.take(turn)
         turn += 1
 
 
@@ -280,15 +282,15 @@ def key_gradients(
 
 @gluon.jit
 def key_side(
-    part: gl.constexpr, dk_desc, dv_desc, x1, x2, y1, y2, columns, tiles, count, heads, sharing, scale, prescale, ds_scale,
+    part: gl.constexpr, dk_desc, dv_desc, x1, x2, y1, y2, columns, queue, sharing, scale, prescale, ds_scale,
     dv_scale, band, D: gl.constexpr, DV: gl.constexpr, ACT: gl.constexpr, EARLY_WAIT: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup that makes dK and dV of key rows `part * 64` and on of each tile."""
     item = 0
     turn = 0
-    for t in range(gl.program_id(0), gl.load(count) * heads, gl.num_programs(0)):
-        head = t % heads
-        first, k_start, k_len, _, q_len = load_tile(tiles, t // heads)
+    t = queue.first()
+    while t >= 0:
+        head, first, k_start, k_len, _, q_len = queue.tile(t)
         x = first + part * M
         low, n = band.span(first, x1.PARTS * M, k_len, q_len, y1.data.shape[3])
         x1.wait_full(turn)
@@ -309,6 +311,7 @@ def key_side(
         item += n * sharing
         x1.release(turn)
         x2.release(turn)
+        t = queue.take(turn)
         turn += 1
 
 
@@ -354,6 +357,7 @@ def attention_backward(
     y1 = new_ring(y1_desc, STAGES, 1, PARTS)
     y2 = new_ring(y2_desc, STAGES, 1, PARTS)
     columns = new_columns(STAGES, y1_desc.block_type.shape[2])
+    queue = new_queue(tiles, count, heads, PARTS, False)
     fence_async_shared()
     # A skipped item's columns are not waited for: that they are full follows from the next item, in another buffer.
     gl.static_assert(STAGES > 1 or not (BEFORE or AFTER), "a ring of one buffer cannot skip items")
@@ -362,14 +366,14 @@ def attention_backward(
     # fmt: off
     if KEY_SIDE:
         gl.warp_specialize([
-            (key_side, (gl.constexpr(0), d1_desc, d2_desc, x1, x2, y1, y2, columns, tiles, count, heads, sharing, scale, prescale, ds_scale, dv_scale, band, D, DV, ACT, EARLY_WAIT)),
-            (key_side, (gl.constexpr(1), d1_desc, d2_desc, x1, x2, y1, y2, columns, tiles, count, heads, sharing, scale, prescale, ds_scale, dv_scale, band, D, DV, ACT, EARLY_WAIT)),
-            (produce, (x1_desc, x2_desc, y1_desc, y2_desc, x1, x2, y1, y2, columns, stats, q_rows, tiles, count, heads, sharing, band, KEY_SIDE, D, DV, ACT, SHARED_Q)),
+            (key_side, (gl.constexpr(0), d1_desc, d2_desc, x1, x2, y1, y2, columns, queue, sharing, scale, prescale, ds_scale, dv_scale, band, D, DV, ACT, EARLY_WAIT)),
+            (key_side, (gl.constexpr(1), d1_desc, d2_desc, x1, x2, y1, y2, columns, queue, sharing, scale, prescale, ds_scale, dv_scale, band, D, DV, ACT, EARLY_WAIT)),
+            (produce, (x1_desc, x2_desc, y1_desc, y2_desc, x1, x2, y1, y2, columns, stats, q_rows, queue, sharing, band, KEY_SIDE, D, DV, ACT, SHARED_Q)),
         ], [4, 1], [REGISTERS, 24])
     else:
         gl.warp_specialize([
-            (query_side, (gl.constexpr(0), d1_desc, stats, q_rows, x1, x2, y1, y2, tiles, count, heads, sharing, scale, prescale, ds_scale, band, D, ACT, ADD, EARLY_WAIT)),
-            (query_side, (gl.constexpr(1), d1_desc, stats, q_rows, x1, x2, y1, y2, tiles, count, heads, sharing, scale, prescale, ds_scale, band, D, ACT, ADD, EARLY_WAIT)),
-            (produce, (x1_desc, x2_desc, y1_desc, y2_desc, x1, x2, y1, y2, columns, stats, q_rows, tiles, count, heads, sharing, band, KEY_SIDE, D, DV, ACT, SHARED_Q)),
+            (query_side, (gl.constexpr(0), d1_desc, stats, q_rows, x1, x2, y1, y2, queue, sharing, scale, prescale, ds_scale, band, D, ACT, ADD, EARLY_WAIT)),
+            (query_side, (gl.constexpr(1), d1_desc, stats, q_rows, x1, x2, y1, y2, queue, sharing, scale, prescale, ds_scale, band, D, ACT, ADD, EARLY_WAIT)),
+            (produce, (x1_desc, x2_desc, y1_desc, y2_desc, x1, x2, y1, y2, columns, stats, q_rows, queue, sharing, band, KEY_SIDE, D, DV, ACT, SHARED_Q)),
         ], [4, 1], [REGISTERS, 24])
     # fmt: on

@@ -30,13 +30,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from gemopt.kernels.gluon.parts import (
     Band,
     as_matrix,
-    load_part,
-    load_tile,
     new_ring,
     skip_items,
     store_rows,
     zero_if_empty,
 )
+from gemopt.kernels.gluon.queue import new_queue
 from gemopt.kernels.gluon.scores import FAR, SOFTMAX, units, vanishes
 
 M = gl.constexpr(64)  # query rows of one warpgroup: one wgmma tile
@@ -51,16 +50,17 @@ def query_tiles(first, q_len, ROWS_Q: gl.constexpr, GROUP: gl.constexpr):
 
 @gluon.jit
 def produce(
-    q_desc, k_desc, v_desc, q, k, v, tiles, count, heads, sharing, band,
-    D: gl.constexpr, DV: gl.constexpr, GROUP: gl.constexpr, SHARED_Q: gl.constexpr,
+    q_desc, k_desc, v_desc, q, k, v, queue, sharing, band, D: gl.constexpr, DV: gl.constexpr, GROUP: gl.constexpr,
+    SHARED_Q: gl.constexpr,
 ):  # fmt: skip
     """The copying warp: the queries of each tile, then its keys and values, unless they are there already."""
     ROWS_K: gl.constexpr = k_desc.block_type.shape[2]
     item = 0
     turn = 0
-    for t in range(gl.program_id(0), gl.load(count) * heads, gl.num_programs(0)):
-        head = t % heads
-        first, q_start, q_len, k_start, k_len = load_tile(tiles, t // heads)
+    drawn = 0
+    t = queue.first()
+    while t >= 0:
+        head, first, q_start, q_len, k_start, k_len = queue.tile(t)
         if SHARED_Q:
             q_start = q_start * 0
         low, n = band.span(first, q.PARTS * M, q_len, k_len, ROWS_K)
@@ -81,6 +81,8 @@ def produce(
                     k.load(k_desc, item, k_start, k_len, low + j * ROWS_K, kv_head * D)
                     v.load(v_desc, item, k_start, k_len, low + j * ROWS_K, kv_head * DV)
                     item += 1
+        t = queue.draw(drawn, t)
+        drawn += 1
 
 
 @gluon.jit
@@ -196,46 +198,60 @@ def attend(
 
 
 @gluon.jit
+def give_back(q, turn, SPLIT: gl.constexpr):
+    """Release the queries of a turn, whose buffer its output leaves by. Where there is another buffer, that is done after the
+    next turn has begun: the store then takes nobody's time."""
+    if not SPLIT:
+        tma.store_wait(0)
+    q.release(turn)
+
+
+@gluon.jit
 def consume(
-    part: gl.constexpr, out_desc, part_ptr, lse_ptr, q, k, v, tiles, count, heads, rows, scale, prescale, out_scale, band,
-    D: gl.constexpr, DV: gl.constexpr, ACT: gl.constexpr, ADD_Q: gl.constexpr, EARLY_WAIT: gl.constexpr,
+    part: gl.constexpr, out_desc, part_ptr, lse_ptr, q, k, v, queue, rows, scale, prescale, out_scale, band, D: gl.constexpr,
+    DV: gl.constexpr, ACT: gl.constexpr, ADD_Q: gl.constexpr, EARLY_WAIT: gl.constexpr,
     Q_REGISTERS: gl.constexpr, GROUP: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """A multiplying warpgroup: query rows `part * 64` and on of each tile."""
     ROWS_K: gl.constexpr = k.data.shape[3]
     item = 0
     turn = 0
-    for t in range(gl.program_id(0), gl.load(count) * heads, gl.num_programs(0)):
-        head = t % heads
-        first, q_start, q_len, _, k_len = load_tile(tiles, t // heads)
+    drawn = 0
+    t = queue.first()
+    while t >= 0:
+        head, first, q_start, q_len, _, k_len = queue.tile(t)
         if SPLIT:
-            q_start += load_part(tiles, t // heads) * rows
+            q_start += queue.seventh(t) * rows
         low, n = band.span(first, q.PARTS * M, q_len, k_len, ROWS_K)
         groups = query_tiles(first, q_len, q.PARTS * M, GROUP)
         for g in range(groups):
             x = first + (g * q.PARTS + part) * M
             last = (g == groups - 1) | (n > k.STAGES)
             q.wait_full(turn)
+            if q.STAGES > 1 and turn > 0:
+                give_back(q, turn - 1, SPLIT)
             if x < q_len:
                 q_box = q.box(turn, part)
                 passed, own_n = band.share(x, M, low, n, q_len, k_len, ROWS_K)
                 own_low = low + passed * ROWS_K
                 skip_items(k, v, item, passed)
                 attend(
-                    q_box, k, v, item + passed, last, own_low, own_n, x, q_start, q_len, k_len, part_ptr, lse_ptr, heads, head,
-                    scale, prescale, out_scale, band, D, DV, ACT, ADD_Q, EARLY_WAIT, Q_REGISTERS, SPLIT,
+                    q_box, k, v, item + passed, last, own_low, own_n, x, q_start, q_len, k_len, part_ptr, lse_ptr,
+                    queue.heads, head, scale, prescale, out_scale, band, D, DV, ACT, ADD_Q, EARLY_WAIT, Q_REGISTERS, SPLIT,
                 )  # fmt: skip
                 if not SPLIT:
                     fence_async_shared()
                     store_rows(out_desc, q_box, q_start, q_len, x, head * DV)
                 skip_items(k, v, item + passed + own_n, n - passed - own_n)
-                if not SPLIT:
-                    tma.store_wait(0)
             else:  # only in the last tile of a sequence
                 skip_items(k, v, item, n)
             item += gl.where(last, n, 0)
-            q.release(turn)
+            if q.STAGES == 1:
+                give_back(q, turn, SPLIT)
             turn += 1
+        t = queue.take(drawn)
+        drawn += 1
+    tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["heads", "sharing", "rows", "before", "after"])
@@ -282,6 +298,7 @@ def attention_forward(
     q = new_ring(q_desc, Q_STAGES, PARTS, PARTS)
     k = new_ring(k_desc, STAGES, 1, PARTS)
     v = new_ring(v_desc, STAGES, 1, PARTS)
+    queue = new_queue(tiles, count, heads, PARTS, False)
     fence_async_shared()
     gl.static_assert(not SPLIT or not (BEFORE or AFTER or ADD_Q), "a part of the keys sees no band and adds no residual")
     gl.static_assert(GROUP == 1 or not (BEFORE or AFTER), "the tiles of a group share their keys")
@@ -289,15 +306,15 @@ def attention_forward(
     # fmt: off
     if PARTS == 2:
         gl.warp_specialize([
-            (consume, (gl.constexpr(0), out_desc, part_ptr, lse_ptr, q, k, v, tiles, count, heads, rows, scale, prescale, out_scale, band, D, DV, ACT, ADD_Q, EARLY_WAIT, Q_REGISTERS, GROUP, SPLIT)),
-            (consume, (gl.constexpr(1), out_desc, part_ptr, lse_ptr, q, k, v, tiles, count, heads, rows, scale, prescale, out_scale, band, D, DV, ACT, ADD_Q, EARLY_WAIT, Q_REGISTERS, GROUP, SPLIT)),
-            (produce, (q_desc, k_desc, v_desc, q, k, v, tiles, count, heads, sharing, band, D, DV, GROUP, SHARED_Q)),
+            (consume, (gl.constexpr(0), out_desc, part_ptr, lse_ptr, q, k, v, queue, rows, scale, prescale, out_scale, band, D, DV, ACT, ADD_Q, EARLY_WAIT, Q_REGISTERS, GROUP, SPLIT)),
+            (consume, (gl.constexpr(1), out_desc, part_ptr, lse_ptr, q, k, v, queue, rows, scale, prescale, out_scale, band, D, DV, ACT, ADD_Q, EARLY_WAIT, Q_REGISTERS, GROUP, SPLIT)),
+            (produce, (q_desc, k_desc, v_desc, q, k, v, queue, sharing, band, D, DV, GROUP, SHARED_Q)),
         ], [4, 1], [REGISTERS, 24])
     else:
         gl.warp_specialize([
-            (consume, (gl.constexpr(0), out_desc, part_ptr, lse_ptr, q, k, v, tiles, count, heads, rows, scale, prescale, out_scale, band, D, DV, ACT, ADD_Q, EARLY_WAIT, Q_REGISTERS, GROUP, SPLIT)),
-            (consume, (gl.constexpr(1), out_desc, part_ptr, lse_ptr, q, k, v, tiles, count, heads, rows, scale, prescale, out_scale, band, D, DV, ACT, ADD_Q, EARLY_WAIT, Q_REGISTERS, GROUP, SPLIT)),
-            (consume, (gl.constexpr(2), out_desc, part_ptr, lse_ptr, q, k, v, tiles, count, heads, rows, scale, prescale, out_scale, band, D, DV, ACT, ADD_Q, EARLY_WAIT, Q_REGISTERS, GROUP, SPLIT)),
-            (produce, (q_desc, k_desc, v_desc, q, k, v, tiles, count, heads, sharing, band, D, DV, GROUP, SHARED_Q)),
+            (consume, (gl.constexpr(0), out_desc, part_ptr, lse_ptr, q, k, v, queue, rows, scale, prescale, out_scale, band, D, DV, ACT, ADD_Q, EARLY_WAIT, Q_REGISTERS, GROUP, SPLIT)),
+            (consume, (gl.constexpr(1), out_desc, part_ptr, lse_ptr, q, k, v, queue, rows, scale, prescale, out_scale, band, D, DV, ACT, ADD_Q, EARLY_WAIT, Q_REGISTERS, GROUP, SPLIT)),
+            (consume, (gl.constexpr(2), out_desc, part_ptr, lse_ptr, q, k, v, queue, rows, scale, prescale, out_scale, band, D, DV, ACT, ADD_Q, EARLY_WAIT, Q_REGISTERS, GROUP, SPLIT)),
+            (produce, (q_desc, k_desc, v_desc, q, k, v, queue, sharing, band, D, DV, GROUP, SHARED_Q)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])
     # fmt: on

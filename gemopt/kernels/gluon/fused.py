@@ -33,10 +33,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from gemopt.kernels.gluon.backward import produce, weights_and_slopes
 from gemopt.kernels.gluon.parts import (
-    RECORD,
     Band,
     as_matrix,
-    load_tile,
     new_barriers,
     new_columns,
     new_ring,
@@ -44,6 +42,7 @@ from gemopt.kernels.gluon.parts import (
     store_rows,
     zero_if_empty,
 )
+from gemopt.kernels.gluon.queue import new_queue
 from gemopt.kernels.gluon.scores import SOFTMAX
 from gemopt.kernels.gluon.sums import Sum, settle
 
@@ -57,24 +56,25 @@ def start_query_gradient(part: gl.constexpr, keys, slots, ready, turn, step, zer
     HALF: gl.constexpr = zero.shape[1]
     slot = step % SLOTS
     mbarrier.wait(ready.index(slot), (step // SLOTS) & 1)
-    upper = as_matrix(keys.box(turn, 0)).slice(part * HALF, HALF, dim=1)
-    lower = as_matrix(keys.box(turn, 1)).slice(part * HALF, HALF, dim=1)
+    upper = as_matrix(keys.box_anew(turn, 0)).slice(part * HALF, HALF, dim=1)
+    lower = as_matrix(keys.box_anew(turn, 1)).slice(part * HALF, HALF, dim=1)
     started = warpgroup_mma(slots.index(slot * 2).permute([1, 0]), upper, zero, use_acc=False, is_async=True)
     return warpgroup_mma(slots.index(slot * 2 + 1).permute([1, 0]), lower, started, is_async=True)
 
 
 @gluon.jit
 def produce_owned(
-    x1_desc, x2_desc, y1_desc, y2_desc, x1, x2, y1, y2, columns, stats, q_rows, tiles, count, heads, sharing, band,
+    x1_desc, x2_desc, y1_desc, y2_desc, x1, x2, y1, y2, columns, stats, q_rows, queue, sharing, band,
     D: gl.constexpr, DV: gl.constexpr, ACT: gl.constexpr,
 ):  # fmt: skip
     """The copying warp of OWNER: for every key tile of a sequence and key head, all its queries."""
     ROWS_Y: gl.constexpr = y1_desc.block_type.shape[2]
     item = 0
     turn = 0
-    for t in range(gl.program_id(0), gl.load(count) * heads, gl.num_programs(0)):
-        head = t % heads
-        _, x_start, x_len, y_start, y_len = load_tile(tiles, t // heads)
+    drawn = 0
+    t = queue.first()
+    while t >= 0:
+        head, _, x_start, x_len, y_start, y_len = queue.tile(t)
         _, n = band.span(0, x1.PARTS * M, x_len, y_len, ROWS_Y)
         for first in range(0, x_len, x1.PARTS * M):
             x1.load(x1_desc, turn, x_start, x_len, first, head * D)
@@ -87,15 +87,17 @@ def produce_owned(
                 y2.load(y2_desc, item, y_start, y_len, row, y_head * DV)
                 if ACT == SOFTMAX:
                     lse = stats + y_head.to(gl.int64) * q_rows + y_start
-                    columns.fill(item, lse, lse + (heads * sharing).to(gl.int64) * q_rows, row, y_len, float("-inf"))
+                    columns.fill(item, lse, lse + (queue.heads * sharing).to(gl.int64) * q_rows, row, y_len, float("-inf"))
                 item += 1
+        t = queue.draw(drawn, t)
+        drawn += 1
 
 
 @gluon.jit
 def consume(
-    part: gl.constexpr, sums, dk_desc, dv_desc, x1, x2, y1, y2, columns, slots, ready, tiles, count, heads, sharing,
-    sum_rows, scale, prescale, ds_scale, dv_scale, band, D: gl.constexpr, DV: gl.constexpr, ACT: gl.constexpr,
-    EARLY_WAIT: gl.constexpr, SHARED_Q: gl.constexpr,
+    part: gl.constexpr, sums, dk_desc, dv_desc, x1, x2, y1, y2, columns, slots, ready, queue, sharing, sum_rows,
+    scale, prescale, ds_scale, dv_scale, band, D: gl.constexpr, DV: gl.constexpr, ACT: gl.constexpr,
+    EARLY_WAIT: gl.constexpr, SHARED_Q: gl.constexpr, GROUPED: gl.constexpr,
 ):  # fmt: skip
     ROWS_Q: gl.constexpr = y1.data.shape[3]
     dtype: gl.constexpr = x1.data.dtype
@@ -109,9 +111,10 @@ def consume(
     item = 0
     turn = 0
     loads = 0
-    for t in range(gl.program_id(0), gl.load(count) * heads, gl.num_programs(0)):
-        head = t % heads
-        begin, k_start, k_len, q_start, q_len = load_tile(tiles, t // heads)
+    drawn = 0  # OWNER: sequences, which may have many turns
+    t = queue.first()
+    while t >= 0:
+        head, begin, k_start, k_len, q_start, q_len = queue.tile(t)
         if SHARED_Q:
             q_start = q_start * 0  # dQ's rows from here on
         if sums.OWN_SUMS:
@@ -119,7 +122,7 @@ def consume(
         end = begin + 1
         if sums.OWNER:
             end = k_len
-            unseen = gl.load(tiles + (t // heads) * RECORD + 6)
+            unseen = queue.seventh(t)
             if unseen > 0:
                 loads += sums.blank(part, loads, q_start, unseen, sharing, head * sharing * D + half, D, q_layout)
         for first in range(begin, end, x1.PARTS * M):
@@ -130,17 +133,18 @@ def consume(
             dk = gl.zeros([M, D], gl.float32, k_layout)
             dv = gl.zeros([M, DV], gl.float32, v_layout)
             v_box = x2.box(turn, part)
-            k = as_matrix(x1.box(turn, part))
-            v = as_matrix(v_box)
             x1.wait_full(turn)
             x2.wait_full(turn)
-            y = low
+            y = low - ROWS_Q
             q_head = head * sharing
             for step in range(n * sharing):
                 last_y = y
                 last_head = q_head
-                y = low + (step % n) * ROWS_Q
-                q_head = head * sharing + step // n
+                y += ROWS_Q
+                if GROUPED:
+                    if y == low + n * ROWS_Q:
+                        y = low
+                        q_head += 1
                 if step > 0:
                     loads += sums.fetch(part, first_sum, last_sum, q_start, q_len, last_y, last_head * D + half)
                 s0 = zero
@@ -149,6 +153,8 @@ def consume(
                     lse, delta = columns.read(item, gl.SliceLayout(0, s_layout))
                     s0 = placed(lse[None, :], zero)
                     dp0 = placed(delta[None, :], zero)
+                k = as_matrix(x1.box_anew(turn, part))
+                v = as_matrix(x2.box_anew(turn, part))
                 y1.wait_full(item)
                 y2.wait_full(item)
                 s_ = warpgroup_mma(k, as_matrix(y1.box(item)).permute([1, 0]), s0, use_acc=ACT == SOFTMAX, is_async=True)
@@ -189,11 +195,11 @@ def consume(
             x1.release(turn)
             sums.put(part, dq, first_sum, last_sum, loads, q_start, q_len, y, q_head * D + half)
             # K is read by both warpgroups until their last dQ; V's box is this warpgroup's own, so both gradients leave by it.
-            v.store(zero_if_empty(dv * dv_scale, q_len).to(dtype))
+            as_matrix(v_box).store(zero_if_empty(dv * dv_scale, q_len).to(dtype))
             fence_async_shared()
             store_rows(dv_desc, v_box, k_start, k_len, x, head * DV)
             tma.store_wait(0)
-            v.store(zero_if_empty(dk * ds_scale, q_len).to(dtype))
+            as_matrix(v_box).store(zero_if_empty(dk * ds_scale, q_len).to(dtype))
             fence_async_shared()
             store_rows(dk_desc, v_box, k_start, k_len, x, head * D)
             tma.store_wait(0)
@@ -201,6 +207,8 @@ def consume(
             turn += 1
             if sums.OWNER:
                 turn = settle(turn)
+        t = queue.take(drawn if sums.OWNER else turn - 1)
+        drawn += 1
 
 
 @gluon.jit(do_not_specialize=["heads", "sharing", "sum_rows", "before", "after", "q_rows"])
@@ -240,6 +248,7 @@ def attention_backward_fused(
     X_STAGES: gl.constexpr,
     STAGES: gl.constexpr,
     EARLY_WAIT: gl.constexpr,
+    GROUPED: gl.constexpr,
     REGISTERS: gl.constexpr,
     num_warps: gl.constexpr,
 ):
@@ -263,20 +272,21 @@ def attention_backward_fused(
     gl.static_assert(not OWNER or not (SHARED_Q or OWN_SUMS), "an owner's sums are its sequence's")
     gl.static_assert(OWNER or not ADD, "the caller starts the sum from dO")
     ready = new_barriers(SLOTS, PARTS)
+    queue = new_queue(tiles, count, heads, PARTS, OWN_SUMS)  # a program's own sums have the order of its own turns
     fence_async_shared()
     # Keys past the end have weights exp2(0 - lse), which may be inf and would meet K's zeros in dQ.
     band = Band(before, after, BEFORE, AFTER, BOTTOM_RIGHT, False, ACT == SOFTMAX)
     # fmt: off
     if OWNER:
         gl.warp_specialize([
-            (consume, (gl.constexpr(0), sums, d1_desc, d2_desc, x1, x2, y1, y2, columns, slots, ready, tiles, count, heads, sharing, sum_rows, scale, prescale, ds_scale, dv_scale, band, D, DV, ACT, EARLY_WAIT, SHARED_Q)),
-            (consume, (gl.constexpr(1), sums, d1_desc, d2_desc, x1, x2, y1, y2, columns, slots, ready, tiles, count, heads, sharing, sum_rows, scale, prescale, ds_scale, dv_scale, band, D, DV, ACT, EARLY_WAIT, SHARED_Q)),
-            (produce_owned, (x1_desc, x2_desc, y1_desc, y2_desc, x1, x2, y1, y2, columns, stats, q_rows, tiles, count, heads, sharing, band, D, DV, ACT)),
+            (consume, (gl.constexpr(0), sums, d1_desc, d2_desc, x1, x2, y1, y2, columns, slots, ready, queue, sharing, sum_rows, scale, prescale, ds_scale, dv_scale, band, D, DV, ACT, EARLY_WAIT, SHARED_Q, GROUPED)),
+            (consume, (gl.constexpr(1), sums, d1_desc, d2_desc, x1, x2, y1, y2, columns, slots, ready, queue, sharing, sum_rows, scale, prescale, ds_scale, dv_scale, band, D, DV, ACT, EARLY_WAIT, SHARED_Q, GROUPED)),
+            (produce_owned, (x1_desc, x2_desc, y1_desc, y2_desc, x1, x2, y1, y2, columns, stats, q_rows, queue, sharing, band, D, DV, ACT)),
         ], [4, 1], [REGISTERS, 24])
     else:
         gl.warp_specialize([
-            (consume, (gl.constexpr(0), sums, d1_desc, d2_desc, x1, x2, y1, y2, columns, slots, ready, tiles, count, heads, sharing, sum_rows, scale, prescale, ds_scale, dv_scale, band, D, DV, ACT, EARLY_WAIT, SHARED_Q)),
-            (consume, (gl.constexpr(1), sums, d1_desc, d2_desc, x1, x2, y1, y2, columns, slots, ready, tiles, count, heads, sharing, sum_rows, scale, prescale, ds_scale, dv_scale, band, D, DV, ACT, EARLY_WAIT, SHARED_Q)),
-            (produce, (x1_desc, x2_desc, y1_desc, y2_desc, x1, x2, y1, y2, columns, stats, q_rows, tiles, count, heads, sharing, band, gl.constexpr(True), D, DV, ACT, SHARED_Q)),
+            (consume, (gl.constexpr(0), sums, d1_desc, d2_desc, x1, x2, y1, y2, columns, slots, ready, queue, sharing, sum_rows, scale, prescale, ds_scale, dv_scale, band, D, DV, ACT, EARLY_WAIT, SHARED_Q, GROUPED)),
+            (consume, (gl.constexpr(1), sums, d1_desc, d2_desc, x1, x2, y1, y2, columns, slots, ready, queue, sharing, sum_rows, scale, prescale, ds_scale, dv_scale, band, D, DV, ACT, EARLY_WAIT, SHARED_Q, GROUPED)),
+            (produce, (x1_desc, x2_desc, y1_desc, y2_desc, x1, x2, y1, y2, columns, stats, q_rows, queue, sharing, band, gl.constexpr(True), D, DV, ACT, SHARED_Q)),
         ], [4, 1], [REGISTERS, 24])
     # fmt: on

@@ -321,6 +321,7 @@ def fused_arguments(
         "base_desc": descriptor(y[1], cfg.rows, half),
         "sum_rows": dq32.shape[-3],
         "OWN_SUMS": dq32.dim() == 4,
+        "GROUPED": arguments["sharing"] > 1,
         "OWNER": owner,
         "ADD": owner and call.add_q,
     }

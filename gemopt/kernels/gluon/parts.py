@@ -24,6 +24,14 @@ ROWS = gl.constexpr(1 << 30)
 RECORD = gl.constexpr(8)  # int32 words of a tile record: first row, x_start, x_len, y_start, y_len, sequence
 
 
+@gluon.jit
+def uniform(x):
+    """x, of which every lane has the same. From here on the compilers know that, and know nothing else of it."""
+    return gl.inline_asm_elementwise(
+        "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
 @aggregate
 class Ring:
     """STAGES items of PARTS boxes each."""
@@ -46,6 +54,15 @@ class Ring:
     def box(self, i, part: gl.constexpr = 0):
         """Buffer of part `part` of item i, in the descriptor's rank."""
         return self.data.index((i % self.STAGES) * self.PARTS + part)
+
+    @gluon.jit
+    def box_anew(self, i, part: gl.constexpr = 0):
+        """The same, with its address computed where this stands.
+
+        Of a box that stays during a loop the compilers compute all wgmma descriptors beforehand (one for every 16 columns) and
+        keep them in two vector registers each: 24 that the score function then lacks.
+        """
+        return self.data.index(uniform((i % self.STAGES) * self.PARTS + part))
 
     @gluon.jit
     def wait_full(self, i):

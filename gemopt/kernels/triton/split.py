@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gemopt.kernels.tiers import multiprocessors, untried
+from gemopt.kernels.tiers import multiprocessors
 
 SHORTEST = 256  # keys of a part
 OVERHEAD = 192  # keys that take about as long as the start and the end of a tile
@@ -21,8 +21,8 @@ MOST = 128
 
 
 def programs(device: torch.device) -> int:
-    """Among how many keys may be split: a GPU's multiprocessors; one elsewhere, and on a GPU while splitting is untried."""
-    return multiprocessors(device.index or 0) if device.type == "cuda" and untried() else 1
+    """Among how many keys may be split: a GPU's multiprocessors; one elsewhere."""
+    return multiprocessors(device.index or 0) if device.type == "cuda" else 1
 
 
 def key_parts(tiles: int, keys: int, programs: int, step: int) -> tuple[int, int]:

@@ -35,7 +35,7 @@ SORTED_BATCH = 1 << 15  # ranks are counted pair by pair; above this many sequen
 @dataclass(frozen=True)
 class TileList:
     records: Tensor  # int32 [capacity, 8]
-    count: Tensor  # int32 [1]
+    count: Tensor  # int32 [2]: number of tiles, and 0 between launches (`gluon.queue` counts there)
     block: int
 
 
@@ -119,6 +119,7 @@ def build_tiles(
         tl.store(to + 5, b, mask=keep)
     if tl.program_id(0) == 0:
         tl.store(count_ptr, tl.minimum(everything, capacity))
+        tl.store(count_ptr + 1, 0)
 
 
 @triton.jit
@@ -140,6 +141,7 @@ def split_tiles(records_ptr, count_ptr, to_ptr, to_count_ptr, parts, step, BLOCK
     tl.store(to + 6, part, mask=keep)
     if tl.program_id(0) == 0:
         tl.store(to_count_ptr, count * parts)
+        tl.store(to_count_ptr + 1, 0)
 
 
 def tile_list(
@@ -196,7 +198,7 @@ def _build(
     batch = like.shape[0] - 1
     capacity = batch + 1 if whole else x_rows // block + batch + 1
     records = torch.empty((capacity, 8), dtype=torch.int32, device=x_offsets.device)
-    count = torch.empty(1, dtype=torch.int32, device=x_offsets.device)
+    count = torch.empty(2, dtype=torch.int32, device=x_offsets.device)
     build_tiles[(triton.cdiv(batch + 1, OWN),)](
         x_offsets,
         y_offsets,

@@ -11,6 +11,9 @@ contestants of a cell, a cuBLAS product of 8192³ and a copy of 1 GiB take turns
 replayed as CUDA graphs where a contestant can be captured: host time is not measured here. Clock and power are read after
 every round.
 
+A contestant that fails in a cell is left out there, with the reason in the record; if it is one of gemopt's own, the command
+ends with exit code 1 after all cells.
+
 FLOPs are those the result needs: 4·H·D·Σ visible pairs forward, 2.5 times that backward. Bytes count every tensor once.
 """
 
@@ -24,10 +27,12 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch._functorch.config as functorch_config
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -41,6 +46,7 @@ from gemopt.ops.dispatch import attention_kernels
 Run = Callable[[], object]
 BATCH = 1152
 SCALE = 0.09
+OURS = "gemopt"
 
 
 @dataclass(frozen=True)
@@ -389,39 +395,60 @@ def board() -> str:
     return subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
 
 
+def is_ours(who: str) -> bool:
+    return who == OURS or who.startswith(f"{OURS}-")
+
+
+def attempt(who: str, action: Callable[[], Any], failed: dict[str, str]) -> Any:
+    """What ``action`` returns; None if it fails, with the reason in ``failed``. One contestant must not end a run."""
+    try:
+        return action()
+    except Exception as error:
+        if who in (CUBLAS, COPY):  # without which there is nothing to compare with
+            raise
+        lines = str(error).splitlines() or [""]
+        failed[who] = f"{type(error).__name__}: {lines[0]}"[:300]
+        print(f"    {who}: failed ({failed[who][:100]})", file=sys.stderr)
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+    return None
+
+
 def measure(
-    runs: dict[str, Run], milliseconds: float, rounds: int, plain: bool
+    runs: dict[str, Run], milliseconds: float, rounds: int, plain: bool, failed: dict[str, str]
 ) -> tuple[dict[str, list[float]], list[str], list[str]]:
-    """Times of each contestant by round, clock and power after each round, and who ran as a graph."""
+    """Times of each contestant by round, clock and power after each round, and who ran as a graph.
+
+    Contestants that raise are left out; ``failed`` gets the reason.
+    """
     ready, captured = {}, []
     for name, run in runs.items():
         # Autograd's backward runs on its forward's stream, which a capture on another would not see.
         takes_graph = plain and (name.startswith("gemopt") or name == "flash-2-varlen")
-        ready[name], as_graph = graphed(run) if takes_graph else (run, False)
-        captured += [name] * as_graph
-    for name, run in list(ready.items()):
-        try:
-            timed(run, milliseconds / 4)
-        except torch.cuda.OutOfMemoryError:
-            print(f"    {name}: left out (out of memory)", file=sys.stderr)
-            del ready[name]
-            torch.cuda.empty_cache()
+        got = attempt(name, partial(graphed, run), failed) if takes_graph else (run, False)
+        if got is not None and attempt(name, partial(timed, got[0], milliseconds / 4), failed) is not None:
+            ready[name] = got[0]
+            captured += [name] * got[1]
     times: dict[str, list[float]] = {name: [] for name in ready}
     boards = []
     for _ in range(rounds):
-        for name, run in ready.items():
-            times[name].append(timed(run, milliseconds))
+        for name, run in list(ready.items()):
+            took = attempt(name, partial(timed, run, milliseconds), failed)
+            if took is None:
+                del ready[name], times[name]
+                captured = [who for who in captured if who != name]
+            else:
+                times[name].append(took)
         boards.append(board())
     return times, boards, captured
 
 
-def contestants(cell: Cell, data: Data, peers: list[Any]) -> dict[str, dict[str, Run]]:
+def contestants(cell: Cell, data: Data, peers: list[Any], failed: dict[str, str]) -> dict[str, dict[str, Run]]:
     found: dict[str, dict[str, Run]] = {}
     for source in [ours, flash, *peers]:
-        try:
-            found |= source(cell, data)
-        except (RuntimeError, torch.cuda.OutOfMemoryError) as error:
-            print(f"    {source.__name__}: left out ({str(error).splitlines()[0][:90]})", file=sys.stderr)
+        who = OURS if source is ours else source.__name__
+        who = source.__module__ if who == "contestants" else who  # of a file
+        found |= attempt(who, partial(source, cell, data), failed) or {}
     return found
 
 
@@ -430,12 +457,14 @@ def run_cell(name: str, cell: Cell, peers: list[Any], milliseconds: float, round
     flops = 4 * cell.heads * cell.dim * pairs(cell, data)
     square = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     copied = torch.zeros(2, 2**30, device="cuda", dtype=torch.uint8)
-    found = contestants(cell, data, peers)
+    absent: dict[str, str] = {}
+    found = contestants(cell, data, peers, absent)
     records = []
     for direction, factor in (("forward", 1.0), ("backward", 2.5)):
         runs = {CUBLAS: lambda: square @ square} | {who: way[direction] for who, way in found.items() if direction in way}
         runs[COPY] = lambda: copied[1].copy_(copied[0])
-        times, boards, captured = measure(runs, milliseconds, rounds, cell.op == "attention")
+        failed = dict(absent)
+        times, boards, captured = measure(runs, milliseconds, rounds, cell.op == "attention", failed)
         middle = {who: statistics.median(t) for who, t in times.items()}
         copy_rate = 2 * 2**30 / middle.pop(COPY) / 1e9
         rate = {who: factor * flops / ms / 1e9 for who, ms in middle.items()}
@@ -456,6 +485,7 @@ def run_cell(name: str, cell: Cell, peers: list[Any], milliseconds: float, round
             "tflops": {k: round(v, 1) for k, v in rate.items()},
             "terabytes_per_second": {COPY: round(copy_rate, 3)},
             "board": boards,
+            "failed": failed,
         })  # fmt: skip
     return records
 
@@ -487,7 +517,7 @@ def stored() -> Path:
     return found[0]
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cells", help="comma-separated names, default all: " + ", ".join(grid()))
     parser.add_argument("--peers", default="padded,flex,eager_gelu", help="built-in peers besides flash, or none")
@@ -502,7 +532,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.plot_only is not None:
         plot(Path(options.plot_only) if options.plot_only else stored(), options.plots)
-        return
+        return 0
     cells = grid()
     names = options.cells.split(",") if options.cells else list(cells)
     unknown = [n for n in names if n not in cells]
@@ -510,16 +540,22 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error(f"--cells must be among {', '.join(cells)}, got {', '.join(unknown)}")
     builtin = {"padded": padded, "flex": flex, "eager_gelu": eager_gelu}
     peers = [builtin[n] for n in options.peers.split(",") if n in builtin] + [load_peer(p) for p in options.peer]
-    results = None
-    for name in names:
-        records = run_cell(name, cells[name], peers, options.milliseconds, options.rounds)
-        torch.cuda.empty_cache()
-        if not options.dry_run:
-            results = _harness.record_results("kernels", records, "cuda")
-            print(results)
+    results, broken = None, []
+    # Backward passes are timed again and again on one graph, whose buffers a compiled backward must not take for itself.
+    with functorch_config.patch(donated_buffer=False):
+        for name in names:
+            records = run_cell(name, cells[name], peers, options.milliseconds, options.rounds)
+            broken += [f"{name} {r['config']['direction']}: {who}" for r in records for who in r["failed"] if is_ours(who)]
+            torch.cuda.empty_cache()
+            if not options.dry_run:
+                results = _harness.record_results("kernels", records, "cuda")
+                print(results)
     if results is not None:
         plot(results, options.plots)
+    if broken:
+        print("bench/kernels.py: failed: " + "; ".join(broken), file=sys.stderr)
+    return 1 if broken else 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -4,6 +4,7 @@ MovieLens-100K.
     python bench/quality.py                                  both parts, three seeds, eager
     python bench/quality.py --modes eager gemopt             the same runs packed: equal within the noise of seeds
     python bench/quality.py --part synthetic --device cuda   tiny, small and base
+    python bench/quality.py --first-seed 1 --seeds 1         one seed, for several processes (each with its own --out)
 
 - ``synthetic``: gem of several sizes on the same stream (three histories, planted signal, 5 % of labels flipped); the best
   reachable NE is the expected NE of the true probabilities.
@@ -34,8 +35,15 @@ from gemopt.model_zoo.trainer import TrainConfig, Trainer
 
 PARTS = ("synthetic", "movielens")
 SYNTHETIC = TrainConfig(
-    model="gem", data="synthetic:tiny", batch_size=256, lr=3e-3, table_lr=0.3, warmup=50, log_every=50, eval_samples=4096,
+    model="gem", data="synthetic:tiny", batch_size=256, table_lr=0.3, log_every=50, eval_samples=4096,
 )  # fmt: skip
+# What changes with the size of gem on synthetic data: the wider and deeper, the smaller the rate and the longer its warm-up.
+SIZES: dict[str, dict[str, Any]] = {
+    "tiny": {"lr": 3e-3, "warmup": 50},
+    "small": {"lr": 1e-3, "warmup": 50},
+    "base": {"lr": 2e-4, "warmup": 200},
+    "large": {"lr": 1e-4, "warmup": 400},
+}
 MOVIELENS = TrainConfig(data="movielens", batch_size=256, warmup=30, log_every=50, eval_samples=4096)
 # What is compared on MovieLens, with the rates that suit each.
 RIVALS: dict[str, dict[str, Any]] = {
@@ -62,7 +70,7 @@ def run(config: TrainConfig, label: str) -> dict[str, Any]:
         test = trainer.evaluate("test").to_dict()
     samples = getattr(trainer.work.source, "samples", {}).get("test")
     best = samples.best_ne() if isinstance(samples, SyntheticSamples) else None
-    keep = ("model", "config", "data", "mode", "precision", "max_len", "batch_size", "lr", "table_lr", "seed")
+    keep = ("model", "config", "data", "mode", "precision", "max_len", "batch_size", "lr", "table_lr", "warmup", "seed")
     return {
         "config": {"label": label, "steps": trainer.total_steps, **{k: getattr(config, k) for k in keep}},
         "test": test,
@@ -77,14 +85,15 @@ def run(config: TrainConfig, label: str) -> dict[str, Any]:
 def plans(options: argparse.Namespace) -> list[tuple[TrainConfig, str]]:
     """Every run, with what it is called in the table."""
     found = []
-    for seed in range(options.seeds):
+    for seed in range(options.first_seed, options.first_seed + options.seeds):
         for mode in options.modes:
             base: dict[str, Any] = {"seed": seed, "mode": mode, "device": options.device, "precision": options.precision}
             base["workers"] = 8 if options.device.startswith("cuda") else 0
             if "synthetic" in options.part:
                 every = max(options.steps // 8, 1)
                 for size in options.config:
-                    config = replace(SYNTHETIC, config=size, steps=options.steps, eval_every=every, **base)
+                    rates = SIZES[size]
+                    config = replace(SYNTHETIC, config=size, steps=options.steps, eval_every=every, **rates, **base)
                     found.append((config, f"gem {size}"))
             if "movielens" in options.part:
                 for label, changes in RIVALS.items():
@@ -168,9 +177,15 @@ def plot(records: Sequence[dict[str, Any]], path: Path) -> Path:
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--part", nargs="+", choices=PARTS, default=PARTS)
-    p.add_argument("--config", nargs="+", help="sizes of gem on synthetic data (default: tiny and small, on a GPU base too)")
+    p.add_argument(
+        "--config",
+        nargs="+",
+        choices=tuple(SIZES),
+        help="sizes of gem on synthetic data (default: tiny and small, on a GPU base too)",
+    )
     p.add_argument("--modes", nargs="+", choices=("eager", "gemopt"), default=("eager",))
-    p.add_argument("--seeds", type=int, default=3)
+    p.add_argument("--seeds", type=int, default=3, help="how many (default: 3)")
+    p.add_argument("--first-seed", type=int, default=0, help="the first of them (default: 0)")
     p.add_argument("--steps", type=int, help="of 256 synthetic samples (default: 300, on a GPU 4000)")
     p.add_argument("--movielens-steps", type=int, help="of 256 ratings, an epoch has 295 (default: 200, on a GPU 300)")
     p.add_argument("--max-len", type=int, help="longest history of MovieLens (default: 20, on a GPU 200)")
@@ -183,6 +198,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parser().parse_args(arguments)
+    if options.first_seed < 0:
+        parser().error(f"--first-seed must not be negative, got {options.first_seed}")
     for name, (small, large) in DEFAULTS.items():
         if getattr(options, name) is None:
             setattr(options, name, large if options.device.startswith("cuda") else small)

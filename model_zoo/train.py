@@ -39,6 +39,8 @@ def parser() -> argparse.ArgumentParser:
     add("samples", "samples of the synthetic training period", int)
     add("mode", "how the model runs", choices=tasks.MODES)
     p.add_argument("--gemopt", dest="mode", action="store_const", const="gemopt", help="short for --mode gemopt")
+    add("row_slack", "with --gemopt: fixed packed sizes, this share above the first batch's rows. None: exact sizes", float)
+    p.add_argument("--cuda-graphs", action="store_true", help="with --row-slack on a GPU: replay the step as CUDA graphs")
     add("precision", "fp32, or bf16 by autocast", choices=PRECISIONS)
     add("max_len", "longest history; all are padded to it. None: the data's own", int)
     add("batch_size", "samples per step", int)

@@ -26,19 +26,28 @@ from .optim import Optimizers
 from .speed import Speed
 
 # A resumed run may differ from the saved one in these: they do not touch the trajectory.
-FREE_ON_RESUME = ("mode", "out", "eval_every", "save_every", "log_every", "mfu", "tensorboard", "eval_samples", "workers")
+FREE_ON_RESUME = (
+    "mode", "row_slack", "cuda_graphs", "out", "eval_every", "save_every", "log_every", "mfu", "tensorboard", "eval_samples",
+    "workers",
+)  # fmt: skip
 PRECISIONS = ("fp32", "bf16")
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """``steps`` overrules ``epochs``. Lengths in events, times in steps; None leaves a choice to the model or the data."""
+    """``steps`` overrules ``epochs``. Lengths in events, times in steps; None leaves a choice to the model or the data.
+
+    ``row_slack`` (mode gemopt) gives packed tensors a fixed size with this share of spare rows, ``gemopt.Recipe.row_slack``;
+    ``cuda_graphs`` (on a GPU, with ``row_slack``) replays the step's graphs.
+    """
 
     model: str = "gem_small"
     config: str | None = None
     data: str = "movielens"
     samples: int | None = None
     mode: str = "eager"
+    row_slack: float | None = None
+    cuda_graphs: bool = False
     precision: str = "fp32"
     max_len: int | None = None
     batch_size: int = 128
@@ -70,11 +79,30 @@ class TrainConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
+        self._check_compilation()
         if self.workers < 0:
             raise ValueError(f"workers must not be negative, got {self.workers}")
         for name in ("epochs", "clip"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+
+    def _check_compilation(self) -> None:
+        slack = self.row_slack
+        if slack is not None and not 0 <= slack < math.inf:
+            raise ValueError(f"row_slack must be a number from 0, or None, got {slack}")
+        if slack is not None and self.mode != "gemopt":
+            raise ValueError(f"row_slack={slack} needs mode 'gemopt', got {self.mode!r}")
+        if self.cuda_graphs and slack is None:
+            raise ValueError("cuda_graphs needs row_slack, which gives packed tensors fixed sizes; got row_slack=None")
+        if self.cuda_graphs and not self.device.startswith("cuda"):
+            raise ValueError(f"cuda_graphs needs a device of CUDA, got {self.device!r}")
+
+    def compile_options(self) -> dict[str, Any]:
+        """What `tasks.compiled` is given beside the mode."""
+        if self.row_slack is None:
+            return {}
+        graphs = {"mode": "reduce-overhead"} if self.cuda_graphs else {}
+        return {"dynamic": False, "recipe": {"row_slack": self.row_slack}, **graphs}
 
 
 class Trainer:
@@ -88,7 +116,7 @@ class Trainer:
             config.dropout, config.pooling,
         )  # fmt: skip
         self.model: nn.Module = self.work.module.to(config.device)
-        self.compiled = tasks.compiled(self.model, config.mode)
+        self.compiled = tasks.compiled(self.model, config.mode, **config.compile_options())
         self.batches = self.work.source.train(config.batch_size, config.seed, workers=config.workers)
         per_epoch = self.work.source.steps_per_epoch(config.batch_size)
         self.total_steps = config.steps or max(1, round(config.epochs * per_epoch))

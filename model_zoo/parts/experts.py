@@ -33,7 +33,7 @@ class WukongExperts(nn.Module):
         if n < 2 * n_experts:
             raise ValueError(f"n_experts: got {n_experts}; allowed: at most half of the {n} feature tokens")
         self.sizes = partition(n, n_experts)
-        self.experts = nn.ModuleList(WukongLayer(m + n_context, d, m, rank, hidden) for m in self.sizes)
+        self.experts = nn.ModuleList(WukongLayer(m + n_context, d, m, rank, hidden, context=True) for m in self.sizes)
 
     def forward(self, x: Tensor, context: Tensor) -> Tensor:
         parts = x.split(self.sizes, dim=1)

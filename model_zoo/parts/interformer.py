@@ -5,7 +5,8 @@
     S_sum    = Gate( [S_CLS ‖ S_PMA ‖ S_recent] )         leading tokens, pooled tokens, the last K events
 
 InterFormer (arXiv:2411.09852, section 4.3). The paper does not name σ there; its public configuration uses Swish
-throughout, and so do we.
+throughout, and so do we. Ours: the gate's MLP starts near 1, as MaskNet's does, so that it passes its input on; an MLP that
+starts near 0 squares what is small already, and hands on a twentieth of it.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ class Gate(nn.Module):
     def __init__(self, d: int) -> None:
         super().__init__()
         self.mlp = MLP([d, d, d])
+        nn.init.ones_(self.mlp.layers[-1].bias)  # type: ignore[arg-type]
 
     def forward(self, x: Tensor) -> Tensor:
         return F.silu(x * self.mlp(x))

@@ -6,6 +6,10 @@
     Res: identity, or a linear map over tokens where n_F + n_L ≠ n
 
 Wukong (arXiv:2403.02545); layer i holds interactions of order up to 2^i.
+
+Ours: a layer that reads context beside its own tokens starts with a Res that passes those on and leaves the context out.
+Drawn at random, Res drowns a few tokens in much context: after six layers little is left of the features, and less of their
+gradient.
 """
 
 from __future__ import annotations
@@ -38,15 +42,26 @@ class WukongLayer(nn.Module):
     Args:
         n_out: tokens of the result, None for n; half of them (rounded up) come from the FMB, the others from the LCB.
         rank: k. hidden: widths of the FMB's MLP.
+        context: whether tokens behind the first n_out are context.
     """
 
-    def __init__(self, n: int, d: int, n_out: int | None = None, rank: int = 8, hidden: tuple[int, ...] = (512,)) -> None:
+    def __init__(
+        self,
+        n: int,
+        d: int,
+        n_out: int | None = None,
+        rank: int = 8,
+        hidden: tuple[int, ...] = (512,),
+        context: bool = False,
+    ) -> None:
         super().__init__()
         n_out = n if n_out is None else n_out
         check_positive(n=n, d=d, n_out=n_out - 1, rank=rank)
         n_fm = (n_out + 1) // 2
         self.fmb, self.lcb = FMB(n, n_fm, d, rank, hidden), TokenMix(n, n_out - n_fm)
         self.residual = nn.Identity() if n == n_out else TokenMix(n, n_out)
+        if context and isinstance(self.residual, TokenMix):
+            nn.init.eye_(self.residual.linear.weight)
         self.norm = nn.LayerNorm(d)
 
     def forward(self, x: Tensor) -> Tensor:

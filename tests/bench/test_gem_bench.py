@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import weakref
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,58 @@ def test_one_that_does_not_fit_is_recorded_and_the_batch_halved(gem, monkeypatch
     assert second["config"]["batch"] == 2 and set(second["timing"]) == {"compile", "gemopt-room"}
 
 
+def fields(record):
+    return {k: fields(v) for k, v in record.items()} if isinstance(record, dict) else None
+
+
+def test_in_turns_and_apart_give_the_same_fields(gem, tmp_path):
+    """And the losses outlive the contestants."""
+    records = {}
+    for flags in ((), ("--apart",)):
+        assert gem.main([*ARGUMENTS, *flags, "--out", str(tmp_path)]) == 0
+        (path,) = tmp_path.glob("gem-*.json")
+        (records[flags],) = json.loads(path.read_text())["records"]
+    turns, apart = records.values()
+    assert fields(turns) == fields(apart) and list(turns["timing"]) == list(apart["timing"])
+    assert (turns["timed"], turns["apart_because"]) == ("in turns", None)
+    assert (apart["timed"], apart["apart_because"]) == ("apart", "asked for")
+    assert apart["largest_loss_difference"] == 0.0
+
+
+def test_contestants_that_do_not_fit_together_are_timed_apart(gem, monkeypatch, tmp_path):
+    """The second runs out of memory beside the first. Each is then alone, and what is known is written at once."""
+    alive, together, saved = weakref.WeakSet(), [], []
+    step, write = gem.Contestant.__call__, gem._harness.record_results
+
+    def limited(self, i):
+        alive.add(self)
+        together.append(len(alive))
+        if len(alive) > 1:
+            raise RuntimeError("the compiler failed") from torch.cuda.OutOfMemoryError("too large")
+        step(self, i)
+
+    def written(bench, records, device):
+        saved.append([sorted(record["timing"]) for record in records])
+        return write(bench, records, device)
+
+    monkeypatch.setattr(gem.Contestant, "__call__", limited)
+    monkeypatch.setattr(gem._harness, "record_results", written)
+    assert gem.main([*ARGUMENTS, "--out", str(tmp_path)]) == 0
+    (path,) = tmp_path.glob("gem-*.json")
+    (record,) = json.loads(path.read_text())["records"]
+    assert record["failed"] == {} and set(record["timing"]) == {"compile", "gemopt-room"}
+    assert (record["timed"], record["apart_because"]) == ("apart", "gemopt-room ran out of memory beside others")
+    assert record["largest_loss_difference"] == 0.0 and together.count(2) == 1 and not alive
+    assert saved[0] == [["compile"]] and saved[-1] == [["compile", "gemopt-room"]]
+
+
+def test_other_errors_are_not_taken_for_a_lack_of_memory(gem, monkeypatch):
+    monkeypatch.setattr(gem.Contestant, "__call__", lambda self, i: torch.zeros(2) @ torch.zeros(3))
+    with pytest.raises(RuntimeError, match="size"):
+        gem.main([*ARGUMENTS, "--no-save"])
+    assert gem.out_of_memory(RuntimeError("CUDA error: out of memory"))
+
+
 @pytest.mark.parametrize("fill", [0.2, 0.5, 0.7, 1.0])
 def test_lengths_have_the_fill(gem, fill):
     config = gem.Config("gem", "tiny", "tiny", 50, 2000, fill, "fp32")
@@ -131,8 +184,14 @@ def test_quality_plans_and_figures(load, monkeypatch, tmp_path, capsys):
     assert "quality-" in capsys.readouterr().out
 
     options = quality.parser().parse_args(
-        ["--modes", "eager", "gemopt", "--config", "a", "b", "--steps", "9", "--movielens-steps", "9"]
+        ["--modes", "eager", "gemopt", "--config", "tiny", "base", "--steps", "9", "--movielens-steps", "9"]
     )
     names = [(c.data, label, c.mode, c.seed) for c, label in quality.plans(options)]
     assert len(names) == len(set(names)) == 3 * (2 * 2 + 3 + 1)
     assert ("movielens", "sasrec", "gemopt", 0) not in names and ("movielens", "gem small", "gemopt", 2) in names
+    rates = {c.config: (c.lr, c.warmup) for c, _ in quality.plans(options) if c.data != "movielens"}
+    assert rates == {"tiny": (3e-3, 50), "base": (2e-4, 200)}
+
+    apart = [["--seeds", "2", "--config", "tiny"], ["--seeds", "1", "--first-seed", "2", "--config", "tiny"]]
+    plans = [quality.plans(quality.parser().parse_args([*a, "--steps", "9", "--movielens-steps", "9"])) for a in apart]
+    assert [{c.seed for c, _ in plan} for plan in plans] == [{0, 1}, {2}]

@@ -81,6 +81,50 @@ def test_records_have_both_ceilings(kernels, data, monkeypatch, capsys):
     assert "copy" not in capsys.readouterr().out, "no contestant"
 
 
+@pytest.mark.parametrize("breaks, code", [("someone-else", 0), ("gemopt", 1)])
+def test_one_that_fails_is_recorded_and_the_others_go_on(kernels, data, monkeypatch, capsys, breaks, code):
+    calls = []
+
+    def peer(cell, data):
+        raise KeyError("no such shape")
+
+    def source(name):
+        return lambda cell, data: {name: {"forward": lambda: name, "backward": lambda: name}}
+
+    def timed(run, milliseconds):
+        calls.append(who := run())
+        if who == breaks and calls.count(who) > 2:  # a warm-up and the first round
+            raise RuntimeError("retain_graph=True\nand more")
+        return 1.0
+
+    monkeypatch.setattr(kernels, "draw", lambda cell: data)
+    monkeypatch.setattr(kernels, "ours", source("gemopt"))
+    monkeypatch.setattr(kernels, "flash", source("flash-2-varlen"))
+    monkeypatch.setattr(kernels, "load_peer", lambda path: peer if path == "bad" else source("someone-else"))
+    monkeypatch.setattr(kernels, "graphed", lambda run: (run, True))
+    monkeypatch.setattr(kernels, "timed", timed)
+    monkeypatch.setattr(kernels, "board", lambda: "")
+    monkeypatch.setattr(kernels, "plot", lambda *_: None)
+    monkeypatch.setattr(kernels._harness, "machine", lambda device: {"gpu": "a GPU"})
+    monkeypatch.setattr(torch, "randn", lambda *_, **__: torch.eye(2))
+    monkeypatch.setattr(torch, "zeros", lambda *_, **__: torch.eye(2))
+    arguments = ["--cells", "hstu,window", "--peers", "none", "--peer", "bad", "--peer", "good", "--milliseconds", "1"]
+    assert kernels.main(arguments) == code
+    (path,) = kernels._harness.RESULTS.glob("kernels-*.json")
+    records = json.loads(path.read_text())["records"]
+    assert len(records) == 4
+    for record in records:
+        assert record["failed"]["peer"] == "KeyError: 'no such shape'"
+        assert record["failed"][breaks] == "RuntimeError: retain_graph=True"
+        assert set(record["tflops"]) == {"cublas-8192", "gemopt", "flash-2-varlen", "someone-else"} - {breaks}
+    assert ("window backward: gemopt" in capsys.readouterr().err) == bool(code)
+
+
+def test_without_a_yardstick_nothing_is_measured(kernels):
+    with pytest.raises(ZeroDivisionError):
+        kernels.attempt("cublas-8192", lambda: 1 / 0, {})
+
+
 LENGTHS = [5, 3, 9]
 
 

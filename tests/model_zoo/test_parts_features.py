@@ -71,6 +71,13 @@ def test_wukong_layer(n_out):
         close(out[i], part.norm(torch.cat([fm, linear]) + residual))
 
 
+def test_a_layer_with_context_starts_by_passing_its_own_tokens_on():
+    torch.manual_seed(0)
+    part, x = WukongLayer(40, 4, 3, rank=2, hidden=(6,), context=True), randn(3, 40, 4).float()
+    assert torch.equal(part.residual(x), x[:, :3])
+    assert not torch.equal(WukongLayer(40, 4, 3).residual(x), x[:, :3])
+
+
 @given(st.integers(1, 4), st.integers(0, 9))
 def test_partition(parts, extra):
     sizes = partition(2 * parts + extra, parts)
@@ -94,6 +101,9 @@ def test_gate_and_feature_summary():
     gate, x = f64(Gate(4)), randn(2, 3, 4)
     z = x * gate.mlp(x)
     close(gate(x), z / (1 + torch.exp(-z)))
+    torch.manual_seed(0)
+    gate, small = Gate(64), 0.1 * randn(5, 7, 64).float()
+    torch.testing.assert_close(gate(small), F.silu(small), rtol=0.4, atol=0.01)  # it starts open
     summary = f64(FeatureSummary(3, 2, 4))
     close(summary(x)[1], summary.gate(summary.mix.linear.weight @ x[1]))
 

@@ -1,6 +1,7 @@
 """Training of the zoo's models on batches of the schema: resuming, metrics by task and domain, MFU, logs, baselines."""
 
 import json
+from functools import partial
 
 import numpy as np
 import pytest
@@ -124,6 +125,53 @@ def test_same_losses_under_gemopt(model, tmp_path):
         trainer.run()
         losses[mode] = [r["loss"] for r in trainer.history]
     assert losses["gemopt"] == pytest.approx(losses["eager"], rel=1e-4)
+
+
+def test_row_slack(tmp_path, monkeypatch):
+    """Fixed packed sizes train like the padded model, resume, and take batches with more rows or fewer samples."""
+    import gemopt
+
+    monkeypatch.setattr(gemopt, "compile", partial(gemopt.compile, inner="eager", strict=True))
+    small = {"model": "sasrec", "max_len": 24, "steps": 4, "batch_size": 16, "eval_samples": 50}
+    straight = Trainer(config(tmp_path / "eager", **small))
+    straight.run()
+    first = Trainer(config(tmp_path / "slack", **small, mode="gemopt", row_slack=0.1))
+
+    def stop_at_two(record):
+        first.stop_requested = record["step"] == 2
+
+    first.run(stop_at_two)
+    second = Trainer(config(tmp_path / "slack", **small, mode="gemopt", row_slack=0.0))  # free to differ
+    second.resume()
+    second.run()
+    assert [r["loss"] for r in second.history] == pytest.approx([r["loss"] for r in straight.history], rel=1e-4)
+    report = second.compiled.report
+    assert report.steps_packed > 0
+
+    samples = second.work.source.samples["train"]
+    order = np.argsort(samples.total_length(), kind="stable")
+    second.model.train()
+    for index, packed in ((order[-16:], False), (order[:5], True)):  # more rows than fit; fewer samples
+        batch, before = samples.collate(index), report.steps_packed
+        got, expected = second.work.logits(second.compiled, batch), second.work.logits(second.model, batch)
+        for task, logits in expected.items():
+            torch.testing.assert_close(got[task], logits, rtol=1e-4, atol=1e-5)
+        assert (report.steps_packed > before) == packed
+
+
+def test_bad_row_slack(tmp_path, capsys):
+    cases = [
+        ({"row_slack": 0.1}, "row_slack=0.1 needs mode"), ({"row_slack": -0.1, "mode": "gemopt"}, "row_slack must be"),
+        ({"row_slack": float("nan"), "mode": "gemopt"}, "row_slack must be"),
+        ({"mode": "gemopt", "cuda_graphs": True}, "cuda_graphs needs row_slack"),
+        ({"mode": "gemopt", "row_slack": 0.1, "cuda_graphs": True}, "cuda_graphs needs a device"),
+    ]  # fmt: skip
+    for changes, message in cases:
+        with pytest.raises(ValueError, match=message):
+            config(tmp_path, **changes)
+    options = config(tmp_path, mode="gemopt", row_slack=0.1, cuda_graphs=True, device="cuda").compile_options()
+    assert options == {"dynamic": False, "recipe": {"row_slack": 0.1}, "mode": "reduce-overhead"}
+    assert train.main(["--row-slack", "0.1"]) == 2 and "row_slack" in capsys.readouterr().err
 
 
 def test_evaluation_by_domain():

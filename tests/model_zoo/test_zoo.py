@@ -1,5 +1,6 @@
 """Every model of the registry, at tiny size: padding and neighbours change nothing, every input and parameter counts."""
 
+import itertools
 import json
 from dataclasses import replace
 
@@ -67,6 +68,19 @@ def test_gradients_ignore_padding_and_reach_every_parameter(name):
     for key, wide in grads[0].items():
         assert wide is not None and wide.isfinite().all() and wide.any(), key
         torch.testing.assert_close(grads[1][key], wide, rtol=1e-8, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["gem", "kunlun"])
+def test_depth_does_not_hide_the_features(name):
+    """At the start, the loss sees features through six layers about as well as through one."""
+    batch = example_batch(SCHEMA, lengths={"event0": [3, 9, 7, 5] * 8, "event1": [2, 4, 5, 9] * 8})
+    seen = {1: 0.0, 6: 0.0}
+    for n_layers, seed in itertools.product(seen, range(3)):
+        torch.manual_seed(seed)
+        model = zoo.build(name, SCHEMA, "small", n_layers=n_layers)
+        sum(x.sum() for x in model(batch).values()).backward()
+        seen[n_layers] += float(model.backbone.inputs.norm.weight.grad.norm())
+    assert seen[6] > 0.5 * seen[1] > 0.03
 
 
 @pytest.mark.parametrize("name", zoo.MODELS)

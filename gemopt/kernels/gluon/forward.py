@@ -123,17 +123,35 @@ def weights(s, top, total, x, y, q_len, k_len, scale, band, ACT: gl.constexpr):
 
 
 @gluon.jit
+def give_back(q, turn, SPLIT: gl.constexpr):
+    """Release the queries of a turn, whose buffer its output leaves by."""
+    if not SPLIT:
+        tma.store_wait(0)
+    q.release(turn)
+
+
+@gluon.jit
+def give_back_last(q, turn, SPLIT: gl.constexpr):
+    """The same of the turn before, where there is another buffer: its store has had time and is not waited for."""
+    if q.STAGES > 1:
+        if turn > 0:
+            give_back(q, turn - 1, SPLIT)
+
+
+@gluon.jit
 def attend(
-    q_box, k, v, item, free, low, n, x, q_start, q_len, k_len, part_ptr, lse_ptr, heads, head, scale,
+    part: gl.constexpr, q, turn, k, v, item, free, low, n, x, q_start, q_len, k_len, part_ptr, lse_ptr, heads, head, scale,
     prescale, out_scale, band, D: gl.constexpr, DV: gl.constexpr, ACT: gl.constexpr, ADD_Q: gl.constexpr,
     EARLY_WAIT: gl.constexpr, Q_REGISTERS: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
-    """Output of 64 queries, left in their buffer; reads the key tiles `item : item + n`, and uses them up if `free`.
+    """Output of 64 queries (part `part` of item `turn` of q), left in their buffer.
 
+    Reads the key tiles `item : item + n`, and uses them up if `free`.
     SPLIT: the output goes to rows `q_start + x` and on of `part_ptr` instead.
     """
     ROWS_K: gl.constexpr = k.data.shape[3]
-    dtype: gl.constexpr = q_box.dtype
+    dtype: gl.constexpr = q.data.dtype
+    q_box = q.box(turn, part)
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS_K, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
@@ -153,6 +171,7 @@ def attend(
         s = s * prescale
     p32, top, total, decay = weights(s, top, total, x, low, q_len, k_len, scale, band, ACT)
     p = gl.convert_layout(p32.to(dtype), p_layout)
+    give_back_last(q, turn, SPLIT)
     for j in range(1, n):
         k.wait_full(item + 1)
         started = warpgroup_mma(queries, as_matrix(k.box(item + 1)).permute([1, 0]), zero, use_acc=False, is_async=True)
@@ -198,15 +217,6 @@ def attend(
 
 
 @gluon.jit
-def give_back(q, turn, SPLIT: gl.constexpr):
-    """Release the queries of a turn, whose buffer its output leaves by. Where there is another buffer, that is done after the
-    next turn has begun: the store then takes nobody's time."""
-    if not SPLIT:
-        tma.store_wait(0)
-    q.release(turn)
-
-
-@gluon.jit
 def consume(
     part: gl.constexpr, out_desc, part_ptr, lse_ptr, q, k, v, queue, rows, scale, prescale, out_scale, band, D: gl.constexpr,
     DV: gl.constexpr, ACT: gl.constexpr, ADD_Q: gl.constexpr, EARLY_WAIT: gl.constexpr,
@@ -228,23 +238,21 @@ def consume(
             x = first + (g * q.PARTS + part) * M
             last = (g == groups - 1) | (n > k.STAGES)
             q.wait_full(turn)
-            if q.STAGES > 1 and turn > 0:
-                give_back(q, turn - 1, SPLIT)
             if x < q_len:
-                q_box = q.box(turn, part)
                 passed, own_n = band.share(x, M, low, n, q_len, k_len, ROWS_K)
                 own_low = low + passed * ROWS_K
                 skip_items(k, v, item, passed)
                 attend(
-                    q_box, k, v, item + passed, last, own_low, own_n, x, q_start, q_len, k_len, part_ptr, lse_ptr,
+                    part, q, turn, k, v, item + passed, last, own_low, own_n, x, q_start, q_len, k_len, part_ptr, lse_ptr,
                     queue.heads, head, scale, prescale, out_scale, band, D, DV, ACT, ADD_Q, EARLY_WAIT, Q_REGISTERS, SPLIT,
                 )  # fmt: skip
                 if not SPLIT:
                     fence_async_shared()
-                    store_rows(out_desc, q_box, q_start, q_len, x, head * DV)
+                    store_rows(out_desc, q.box(turn, part), q_start, q_len, x, head * DV)
                 skip_items(k, v, item + passed + own_n, n - passed - own_n)
             else:  # only in the last tile of a sequence
                 skip_items(k, v, item, n)
+                give_back_last(q, turn, SPLIT)
             item += gl.where(last, n, 0)
             if q.STAGES == 1:
                 give_back(q, turn, SPLIT)

@@ -159,31 +159,30 @@ def consume(
                 y2.wait_full(item)
                 s_ = warpgroup_mma(k, as_matrix(y1.box(item)).permute([1, 0]), s0, use_acc=ACT == SOFTMAX, is_async=True)
                 dp_ = warpgroup_mma(v, as_matrix(y2.box(item)).permute([1, 0]), dp0, use_acc=ACT == SOFTMAX, is_async=True)
+                # dV needs no dS: its product runs while dS is made and stored.
                 if EARLY_WAIT:
                     s = warpgroup_mma_wait(1, [s_])
-                    p32, slope = weights_and_slopes(s, x, y, k_len, q_len, scale, prescale, band, ACT)
-                    p = gl.convert_layout(p32.to(dtype), gl.DotOperandLayout(0, v_layout, 2))
-                    y2.wait_full(item)  # completed: ends the basic block (see forward.py)
-                    dp = warpgroup_mma_wait(0, [dp_])
                 else:
                     s, dp = warpgroup_mma_wait(0, [s_, dp_])
-                    p32, slope = weights_and_slopes(s, x, y, k_len, q_len, scale, prescale, band, ACT)
-                    p = gl.convert_layout(p32.to(dtype), gl.DotOperandLayout(0, v_layout, 2))
+                p32, slope = weights_and_slopes(s, x, y, k_len, q_len, scale, prescale, band, ACT)
+                p = gl.convert_layout(p32.to(dtype), gl.DotOperandLayout(0, v_layout, 2))
+                dv_ = warpgroup_mma(p, as_matrix(y2.box(item)), dv, is_async=True)
+                if EARLY_WAIT:
+                    y2.wait_full(item)  # completed: ends the basic block (see forward.py)
+                    dp = warpgroup_mma_wait(1, [dp_])
                 ds16 = (slope * dp).to(dtype)
                 slots.index((item % SLOTS) * 2 + part).store(ds16)
                 fence_async_shared()
                 mbarrier.arrive(ready.index(item % SLOTS), count=1)
                 ds = gl.convert_layout(ds16, gl.DotOperandLayout(0, k_layout, 2))
-                # The last step's dQ goes first: while it is stored, dV and dK are computed.
+                # The last step's dQ goes first: while it is stored, dK is computed.
                 if step > 0:
                     started = start_query_gradient(part, x1, slots, ready, turn, item - 1, zero_q)
-                    dv_ = warpgroup_mma(p, as_matrix(y2.box(item)), dv, is_async=True)
                     dk_ = warpgroup_mma(ds, as_matrix(y1.box(item)), dk, is_async=True)
-                    dq = warpgroup_mma_wait(2, [started]) * ds_scale
+                    dq = warpgroup_mma_wait(1, [started]) * ds_scale
                     sums.put(part, dq, first_sum, last_sum, loads, q_start, q_len, last_y, last_head * D + half)
                     dv, dk, p, ds = warpgroup_mma_wait(0, [dv_, dk_, p, ds])
                 else:
-                    dv_ = warpgroup_mma(p, as_matrix(y2.box(item)), dv, is_async=True)
                     dk_ = warpgroup_mma(ds, as_matrix(y1.box(item)), dk, is_async=True)
                     dv, dk, p, ds = warpgroup_mma_wait(0, [dv_, dk_, p, ds])
                 y1.release(item)

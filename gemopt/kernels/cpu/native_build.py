@@ -1,4 +1,4 @@
-"""Builds and loads `attention.cpp` for this machine, once, with the C++ compiler that torch.compile needs on a CPU anyway.
+"""Builds and loads the C++ kernels for this machine, once, with the C++ compiler that torch.compile needs on a CPU anyway.
 
 The library lies in inductor's cache folder under a name that hashes the source, the flags, the compiler and the processor.
 Without a compiler (or with GEMOPT_CPU_NATIVE=0) there is none, and attention runs on PyTorch's operators.
@@ -17,7 +17,9 @@ from pathlib import Path
 
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-SOURCE = Path(__file__).with_name("attention.cpp")
+FOLDER = Path(__file__).parent
+SOURCES = ("attention.cpp", "pffn.cpp")
+HEADERS = ("activations.h", "vectors.h")
 FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=fast")
 log = logging.getLogger(__name__)
 
@@ -45,14 +47,14 @@ def build(compiler: str, machine: str) -> Path:
     """The library for the instructions that the flag `machine` names. Raises what a failed compiler run raises."""
     flags = [*FLAGS, machine]
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
-    key = "\0".join((SOURCE.read_text(), *flags, compiler, version, _processor()))
+    key = "\0".join((*((FOLDER / name).read_text() for name in (*SOURCES, *HEADERS)), *flags, compiler, version, _processor()))
     folder = Path(cache_dir()) / "gemopt"
     library = folder / f"attention-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
     if not library.exists():
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             made = Path(scratch) / library.name
-            subprocess.run([compiler, *flags, str(SOURCE), "-o", str(made)], capture_output=True, text=True, check=True)
+            subprocess.run([compiler, *flags, *(str(FOLDER / name) for name in SOURCES), "-o", str(made)], capture_output=True, text=True, check=True)
             os.replace(made, library)  # whole or not at all, whoever else builds it now
     return library
 
@@ -75,8 +77,8 @@ def load() -> ctypes.CDLL | None:
 
 
 def bind(path: Path) -> ctypes.CDLL:
-    """The library with the types of its two functions."""
+    """The library with the types of its functions."""
     library = ctypes.CDLL(str(path))
-    for name in ("gemopt_forward", "gemopt_backward"):
+    for name in ("gemopt_forward", "gemopt_backward", "gemopt_pffn_forward", "gemopt_pffn_backward"):
         getattr(library, name).argtypes, getattr(library, name).restype = [ctypes.c_void_p], None
     return library

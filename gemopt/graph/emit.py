@@ -22,6 +22,7 @@ import sympy
 import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.utils.checkpoint import CheckpointPolicy
 
 from gemopt import ops
 from gemopt.graph import terms as t
@@ -38,6 +39,9 @@ from gemopt.graph.units import Unit, all_units, kept_dims, kept_units, plain_slo
 
 aten = torch.ops.aten
 
+# On a CPU these cost more than reading what they gave, so a backward that needs it should not compute it again: fused with
+# what leads to them (powers, logarithms), angles of a rotary encoding took ten milliseconds where the forward took two.
+_SAVED_ON_CPU = (aten.cos.default, aten.sin.default)
 _CARRIED_META = ("stack_trace", "nn_module_stack", "recompute", "ac_graph_id", "custom", "seq_nr", "source_fn_stack")
 
 
@@ -86,6 +90,8 @@ class Emitter:
         node = self.graph.call_function(target, args, kwargs)
         assert self._at is not None
         node.meta.update({k: self._at.meta[k] for k in _CARRIED_META if k in self._at.meta})
+        if target in _SAVED_ON_CPU and "recompute" not in node.meta and self._at.meta["val"].device.type == "cpu":
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         return node
 
     def _views_made_here(self, node: fx.Node) -> bool:

@@ -287,25 +287,37 @@ void backward_task(const Call& c, i64 b, i64 kv_head, float* dbias, Scratch& scr
 
 }  // namespace
 
-// Any number of threads call these with the same Call and share its tasks through `next`.
-extern "C" void gemopt_forward(const Call* call) {
-    static thread_local Scratch scratch;
-    const i64 tasks = call->sequences * call->kv_heads;
-    for (i64 t; (t = call->next->fetch_add(1)) < tasks;)
-        forward_task(*call, call->order[t / call->kv_heads], t % call->kv_heads, scratch);
+// Threads share the tasks of a Call through `next`, whoever brings them.
+extern "C" void gemopt_forward(const Call* call, i64 threads) {
+    on_threads(threads, [call] {
+        static thread_local Scratch scratch;
+        const i64 tasks = call->sequences * call->kv_heads;
+        for (i64 t; (t = call->next->fetch_add(1)) < tasks;)
+            forward_task(*call, call->order[t / call->kv_heads], t % call->kv_heads, scratch);
+    });
 }
 
 // With a gradient of the bias, a thread takes a whole part (every parts-th sequence), whose sums have memory of their own.
-extern "C" void gemopt_backward(const Call* call) {
-    static thread_local Scratch scratch;
-    if (!call->dbias) {
-        const i64 tasks = call->sequences * call->kv_heads;
-        for (i64 t; (t = call->next->fetch_add(1)) < tasks;)
-            backward_task(*call, call->order[t / call->kv_heads], t % call->kv_heads, nullptr, scratch);
-        return;
-    }
-    for (i64 part; (part = call->next->fetch_add(1)) < call->parts;)
-        for (i64 t = part; t < call->sequences; t += call->parts)
-            for (i64 head = 0; head < call->kv_heads; head++)
-                backward_task(*call, call->order[t], head, call->dbias + part * call->dbias_size, scratch);
+extern "C" void gemopt_backward(const Call* call, i64 threads) {
+    on_threads(threads, [call] {
+        static thread_local Scratch scratch;
+        if (!call->dbias) {
+            const i64 tasks = call->sequences * call->kv_heads;
+            for (i64 t; (t = call->next->fetch_add(1)) < tasks;)
+                backward_task(*call, call->order[t / call->kv_heads], t % call->kv_heads, nullptr, scratch);
+            return;
+        }
+        for (i64 part; (part = call->next->fetch_add(1)) < call->parts;)
+            for (i64 t = part; t < call->sequences; t += call->parts)
+                for (i64 head = 0; head < call->kv_heads; head++)
+                    backward_task(*call, call->order[t], head, call->dbias + part * call->dbias_size, scratch);
+    });
+}
+
+extern "C" int gemopt_has_threads() {
+#ifdef _OPENMP
+    return 1;
+#else
+    return 0;
+#endif
 }

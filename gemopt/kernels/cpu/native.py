@@ -118,7 +118,13 @@ class Job:
 def share(function: Any, call: ctypes.Structure, tasks: int, flops: int) -> None:
     """Call `function` on as many workers as are worth waking, until the tasks of `call` are done."""
     threads = max(1, min(torch.get_num_threads(), tasks, flops // FLOPS_PER_THREAD))
-    workers.run([partial(function, ctypes.addressof(call))] * threads, limit=torch.get_num_threads())
+    address = ctypes.addressof(call)
+    if threads == 1:
+        function(address, 1)
+    elif native_build.has_threads():
+        function(address, torch.get_num_threads())  # all: OpenMP makes a team of another size anew
+    else:
+        workers.run([partial(function, address, 1)] * threads, limit=torch.get_num_threads())
 
 
 def numbers(spec: AttentionSpec, heads: int) -> np.ndarray:

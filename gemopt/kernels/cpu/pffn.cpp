@@ -213,19 +213,23 @@ void backward_task(const Call& c, i64 b, i64 part, Scratch& scratch) {
 
 }  // namespace
 
-// Any number of threads call these with the same Call and share its tasks through `next`.
-extern "C" void gemopt_pffn_forward(const Call* call) {
-    static thread_local Scratch scratch;
-    for (i64 t; (t = call->next->fetch_add(1)) <= call->sequences;) forward_task(*call, call->order[t], scratch);
+// Threads share the tasks of a Call through `next`, whoever brings them.
+extern "C" void gemopt_pffn_forward(const Call* call, i64 threads) {
+    on_threads(threads, [call] {
+        static thread_local Scratch scratch;
+        for (i64 t; (t = call->next->fetch_add(1)) <= call->sequences;) forward_task(*call, call->order[t], scratch);
+    });
 }
 
 // With gradients of weights, a thread takes a whole part (every parts-th sequence), whose sums have memory of their own.
-extern "C" void gemopt_pffn_backward(const Call* call) {
-    static thread_local Scratch scratch;
-    if (!call->dweight && !call->dbias && !call->drms) {
-        for (i64 t; (t = call->next->fetch_add(1)) <= call->sequences;) backward_task(*call, call->order[t], 0, scratch);
-        return;
-    }
-    for (i64 part; (part = call->next->fetch_add(1)) < call->parts;)
-        for (i64 t = part; t <= call->sequences; t += call->parts) backward_task(*call, call->order[t], part, scratch);
+extern "C" void gemopt_pffn_backward(const Call* call, i64 threads) {
+    on_threads(threads, [call] {
+        static thread_local Scratch scratch;
+        if (!call->dweight && !call->dbias && !call->drms) {
+            for (i64 t; (t = call->next->fetch_add(1)) <= call->sequences;) backward_task(*call, call->order[t], 0, scratch);
+            return;
+        }
+        for (i64 part; (part = call->next->fetch_add(1)) < call->parts;)
+            for (i64 t = part; t <= call->sequences; t += call->parts) backward_task(*call, call->order[t], part, scratch);
+    });
 }

@@ -108,17 +108,19 @@ inline vec exp_of(vec x) {
     return x < -87.0f ? zero : p;
 }
 
-// Growing scratch memory of one thread.
+// Growing scratch memory of one thread, in pieces that begin with a line of the cache, lest vectors lie across two of them.
 struct Scratch {
+    static constexpr size_t LINE = 16, PIECES = 1024;  // floats of a line; pieces for which `reset` leaves room
     std::vector<float> memory;
     size_t used = 0;
     void reset(size_t wanted) {
         used = 0;
+        wanted += (PIECES + 1) * LINE;
         if (memory.size() < wanted) memory.resize(wanted);
     }
     float* take(size_t n) {
-        float* p = memory.data() + used;
-        used += n;
+        float* p = memory.data() + (LINE - (uintptr_t)memory.data() / sizeof(float) % LINE) % LINE + used;
+        used += (n + LINE - 1) / LINE * LINE;
         return p;
     }
 };
@@ -143,11 +145,29 @@ Rows rows_of(const float* p, i64 stride, i64 n, i64 d, Scratch& scratch) {
 // [n, d] -> [d, ld], zeros in columns n to ld.
 const float* transposed(const float* p, i64 stride, i64 n, i64 d, i64 ld, Scratch& scratch) {
     float* out = scratch.take(d * ld);
-    for (i64 c = 0; c < d; c++) {
-        for (i64 j = 0; j < n; j++) out[c * ld + j] = p[j * stride + c];
-        std::fill(out + c * ld + n, out + (c + 1) * ld, 0.0f);
-    }
+    i64 j = 0;
+    for (; j + W <= n; j += W)  // a vector of each row of the result at a time: both sides stay in the cache
+        for (i64 c = 0; c < d; c++) {
+            vec column;
+            for (int i = 0; i < W; i++) column[i] = p[(j + i) * stride + c];
+            *(vec*)(out + c * ld + j) = column;
+        }
+    for (i64 c = 0; c < d; c++)
+        for (i64 i = j; i < ld; i++) out[c * ld + i] = i < n ? p[i * stride + c] : 0.0f;
     return out;
+}
+
+// Run `work` on so many threads: those of OpenMP where the compiler has it, which PyTorch and compiled graphs use too and which
+// still spin when one of these kernels follows on theirs. Otherwise only the caller's, and the caller brings several.
+template <class Work>
+void on_threads(int64_t threads, Work work) {
+#ifdef _OPENMP
+#pragma omp parallel num_threads((int)threads) if (threads > 1)
+    work();
+#else
+    (void)threads;
+    work();
+#endif
 }
 
 }  // namespace

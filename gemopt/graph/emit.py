@@ -36,6 +36,7 @@ from gemopt.graph.sinks import absorb, token_loss
 from gemopt.graph.slots import Access, Info, argument, expr_of, is_tensor, op_name, shape_of
 from gemopt.graph.terms import Term
 from gemopt.graph.units import Unit, all_units, kept_dims, kept_units, plain_slots
+from gemopt.ops.embedding import embedding
 
 aten = torch.ops.aten
 
@@ -459,6 +460,8 @@ class Emitter:
     def _packed_embedding(self, node: fx.Node, info: Info, rows: Rows) -> fx.Node:
         ids, _, _ = self.fetch(info.accesses[1], rows)
         weight, *rest = fx.node.map_arg((node.args[0], *node.args[2:]), self.padded)
+        if node.meta["val"].device.type == "cpu":
+            return self.call(embedding, weight, ids, argument(node, "padding_idx", -1))
         return self.call(node.target, weight, ids, *rest, **node.kwargs)
 
     def _packed_select(self, node: fx.Node, info: Info, rows: Rows) -> fx.Node:

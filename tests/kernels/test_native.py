@@ -101,7 +101,7 @@ def check_pffn(heads: int, kv_heads: int, d: int, weighted: bool, spare: int = 3
     k, v = (torch.randn(int(k_offsets[-1]) + 2, kv_heads, d) for _ in range(2))
     weights = [torch.randn(heads * d) for _ in range(3 * weighted)]
     names, scales = ["gelu", "silu"] * (heads // 2), {"scale": 0.3, "post_scale": 0.5}
-    assert not native_build.load() or native_pffn.CACHED > 16 * kv_heads * 2 * d
+    assert not native_build.load() or 16 * kv_heads * 2 * d < native_pffn.CACHED
 
     def run(poison: bool) -> list[torch.Tensor]:
         x = q.clone()

@@ -1,4 +1,4 @@
-"""Attention of packed sequences by `attention.cpp`, a softmax or GDPA: fills its Call and shares its tasks among the workers.
+"""Attention of packed sequences by `attention.cpp`, a softmax or GDPA: fills its Call and shares its tasks among threads.
 
 No plan: the kernel reads the offsets. fp32; half types are converted on the way in and out. Results do not depend on the
 number of threads.
@@ -153,7 +153,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, bounds: Bounds
     library = native_build.load()
     assert library is not None
     job = Job(q, k, v, spec, bounds)
-    out, lse = torch.empty((q.shape[0], q.shape[1], v.shape[2])), torch.empty((q.shape[0] if spec.softmax else 0, q.shape[1]))
+    out = torch.empty((q.shape[0], q.shape[1], v.shape[2]))
+    lse = torch.empty((q.shape[0] if spec.softmax else 0, q.shape[1]))
     used = int(bounds.q[-1])
     out[used:], lse[used:] = 0, 0
     job.point("out", out)

@@ -54,7 +54,8 @@ def build(compiler: str, machine: str) -> Path:
     """The library for the instructions that the flag `machine` names. Raises what a failed compiler run raises."""
     flags = [*FLAGS, THREADS, machine]
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
-    key = "\0".join((*((FOLDER / name).read_text() for name in (*SOURCES, *HEADERS)), *flags, compiler, version, _processor()))
+    texts = [(FOLDER / name).read_text() for name in (*SOURCES, *HEADERS)]
+    key = "\0".join((*texts, *flags, compiler, version, _processor()))
     folder = Path(cache_dir()) / "gemopt"
     library = folder / f"attention-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
     if not library.exists():

@@ -54,8 +54,8 @@ class _Job:
         call.sequences, call.parts = len(self.bounds.order), native.BIAS_PARTS
         call.rows, call.heads, call.kv_heads, call.d = q.shape[0], q.shape[1], k.shape[1], q.shape[2]
         order = np.append(self.bounds.order, call.sequences)
-        acts = native.numbers(spec, q.shape[1])
-        for name, array in (("order", order), ("q_offsets", self.bounds.q), ("k_offsets", self.bounds.k), ("activations", acts)):
+        offsets = (("q_offsets", self.bounds.q), ("k_offsets", self.bounds.k))
+        for name, array in (*offsets, ("order", order), ("activations", native.numbers(spec, q.shape[1]))):
             self.keep.append(array := np.ascontiguousarray(array))
             setattr(call, name, array.ctypes.data)
         for name, x in (("k", k), ("v", v)):

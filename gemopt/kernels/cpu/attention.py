@@ -1,6 +1,6 @@
 """jagged_attention and gdpa on the CPU.
 
-A softmax over short sequences runs in a kernel of its own (`native`). Everything else, and everything where there is no C++
+Short sequences run in a C++ kernel (`native`). Everything else, and everything where there is no C++
 compiler, runs on PyTorch's operators in dense batches of sequences of like length, one plan per set of offsets: FLOPs
 4·H·D·Σ qᵢkᵢ forward and 2.5 times that backward (plus the rounding of lengths to the group's); bytes are those of q, k, v,
 out once, plus one gather and one scatter where a group is no strided view. Half types are computed in fp32.

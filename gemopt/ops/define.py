@@ -6,7 +6,8 @@ a compiled graph calls it, in which autograd has nothing to do (ARCHITECTURE.md 
     gemopt::<name>_<hash>           what graphs are written with; its autograd kernel decides whether a gradient is needed
     gemopt::<name>_kernel_<hash>    the kernels, known to nobody above autograd; what AOTAutograd finds when it traces
 
-so that compiled code calls the second one, whose cost is one dispatch.
+so that compiled code calls the second one, whose cost is one dispatch. In place of the second there may be an operator that
+compilers know (`through`), where only the gradient is to be another.
 """
 
 from collections.abc import Callable
@@ -23,13 +24,17 @@ _LIBRARY: Final = torch.library.Library(NAMESPACE, "FRAGMENT")
 class Op:
     """An op without side effects. Calling it runs it; `overload` is what stands in graphs."""
 
-    def __init__(self, base: str, schema: str, run: Callable[..., Any]) -> None:
+    def __init__(
+        self, base: str, schema: str, run: Callable[..., Any], through: torch._ops.OpOverload | None = None
+    ) -> None:
         self.base = base
         self.overload = _define(base, schema)
-        self.kernel = _define(f"{base}_kernel", schema)
+        self.kernel = through or _define(f"{base}_kernel", schema)
+        self._own = [self.overload] if through else [self.overload, self.kernel]
         self.__doc__ = run.__doc__
         self.autograd(_not_differentiable(base), None)
-        _LIBRARY.impl(self.kernel._schema.name, run, "CompositeExplicitAutograd")
+        if through is None:
+            _LIBRARY.impl(self.kernel._schema.name, run, "CompositeExplicitAutograd")
         _LIBRARY.impl(self.overload._schema.name, self._run, "CompositeExplicitAutograd")
         _LIBRARY.impl(self.overload._schema.name, self._dispatch, "Autograd")
 
@@ -38,7 +43,7 @@ class Op:
 
     def fake(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """Decorator: `fn` gives results of the right shapes, dtypes and strides, without values."""
-        for op in (self.overload, self.kernel):
+        for op in self._own:
             torch.library.register_fake(op._schema.name, fn, lib=_LIBRARY)
         return fn
 
@@ -82,6 +87,6 @@ def _not_differentiable(base: str) -> Callable[..., Any]:
     return backward
 
 
-def op(base: str, schema: str) -> Callable[[Callable[..., Any]], Op]:
-    """Decorator that makes an `Op` of the function that runs it."""
-    return lambda run: Op(base, schema, run)
+def op(base: str, schema: str, through: torch._ops.OpOverload | None = None) -> Callable[[Callable[..., Any]], Op]:
+    """Decorator that makes an `Op` of the function that runs it; `through` computes the same from the same arguments."""
+    return lambda run: Op(base, schema, run, through)

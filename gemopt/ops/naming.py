@@ -20,7 +20,7 @@ def source_hash() -> str:
     root = Path(__file__).resolve().parent.parent
     digest = hashlib.sha256()
     for package in _PACKAGES:
-        for path in sorted(p for p in (root / package).rglob("*") if p.suffix in (".py", ".cpp")):
+        for path in sorted(p for p in (root / package).rglob("*") if p.suffix in (".py", ".cpp", ".h")):
             content = path.read_bytes()
             digest.update(f"{path.relative_to(root).as_posix()}:{len(content)}:".encode())
             digest.update(content)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gemopt.kernels.cpu import native_pffn
 from gemopt.kernels.spec import AttentionSpec
 from gemopt.kernels.tiers import is_hopper
 from gemopt.ops.attention_checks import check_call
@@ -62,6 +63,8 @@ def _pffn(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, Tensor, 
             ln, stats = norms.layer_norm(q, norm.eps, norm.weight, norm.bias)
             g, _ = hopper.forward(ln, k, v, spec, add_q=True)
             return norms.rms_add(g, q, norm.rms_eps, norm.rms_weight), ln, stats, g
+        if native_pffn.serves(q, k, v, spec):
+            return native_pffn.forward(q, k, v, spec, norm.eps, norm.rms_eps, (norm.weight, norm.bias, norm.rms_weight))
         x = wide(q)
         normed, stats = layer_norm(x, norm)
         ln = normed.to(q.dtype).view(q.shape)
@@ -97,6 +100,11 @@ def _pffn_backward(
             dg, d_rms = norms.rms_gradient(g, dout, norm.rms_eps, norm.rms_weight)
             dln, dk, dv = hopper.backward(dg, ln, k, v, None, None, spec, add_q=True)
             dq, dw, db = norms.layer_norm_gradient(ln if q is None else q, stats, dln, dout, norm.weight, norm.bias)
+        elif native_pffn.serves(ln, k, v, spec):
+            weights = (norm.weight, norm.bias, norm.rms_weight)
+            dq, dk, dv, (dw, db, d_rms) = native_pffn.backward(
+                dout, q, k, v, (ln, stats, g), spec, norm.eps, norm.rms_eps, weights
+            )
         else:
             y, dy = wide(g), wide(dout)
             r = rms_scale(y, norm)

@@ -1,4 +1,4 @@
-"""The CPU's C++ kernel: building it, and the widths of vectors this machine does not choose by itself."""
+"""The CPU's C++ kernels: building them, and the widths of vectors this machine does not choose by itself."""
 
 import logging
 import platform
@@ -7,9 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from gemopt.kernels.cpu import native, native_build
-from gemopt.ops import jagged_attention
+from gemopt.kernels.cpu import native, native_build, native_pffn
+from gemopt.kernels.spec import ACTIVATIONS
+from gemopt.ops import gdpa, jagged_attention, pffn
 from tests.ops.attention_cases import CASES, Case, check, offsets_of
+from tests.ops.test_gdpa import EAGER
+from tests.ops.test_pffn import formula
 
 needs_compiler = pytest.mark.skipif(native_build.load() is None, reason="needs a C++ compiler")
 
@@ -67,6 +70,87 @@ def test_with_narrow_vectors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(native_build, "load", lambda: library)
     for name in ("plain", "causal", "GQA", "odd head_dim", "bias shared, causal", "dropout causal GQA", "long window"):
         check(CASES[name], torch.float32)
+    gelu = {"activation": "gelu", "scale": 0.7, "post_scale": 0.3}
+    check(Case((5, 0, 1, 20), (9, 3, 0, 17), heads=4, kv_heads=2, op="gdpa", kwargs=gelu), torch.float32)
+    check_pffn(heads=4, kv_heads=2, d=6, weighted=True)
+
+
+@needs_compiler
+@pytest.mark.skipif(platform.system() == "Windows", reason="needs a shell script")
+def test_a_compiler_without_openmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The callers bring the threads."""
+    monkeypatch.setattr(native_build, "cache_dir", lambda: str(tmp_path))
+    compiler = native_build._compiler()
+    plain = tmp_path / "plain"
+    plain.write_text(f'#!/bin/sh\nfor x in "$@"; do [ "$x" = -fopenmp ] && exit 1; done\nexec {compiler} "$@" -O0\n')
+    plain.chmod(0o755)
+    library = native_build.bind(native_build.build(str(plain), native_build._native()))
+    assert not library.gemopt_has_threads()
+    monkeypatch.setattr(native_build, "load", lambda: library)
+    monkeypatch.setattr(native_build, "has_threads", lambda: False)
+    monkeypatch.setattr(native, "FLOPS_PER_THREAD", 1)
+    check(CASES["causal"], torch.float32)
+    check_pffn(heads=2, kv_heads=2, d=8, weighted=True)
+
+
+def check_pffn(heads: int, kv_heads: int, d: int, weighted: bool, spare: int = 3) -> None:
+    """Against the formula in fp64, with empty sides, spare rows, and NaN in them and in one sequence."""
+    offsets, k_offsets = offsets_of((5, 0, 1, 60, 7)), offsets_of((8, 8, 0, 9, 16))
+    rows, used = int(offsets[-1]) + spare, int(offsets[-1])
+    q, dout = torch.randn(rows, heads, d), torch.randn(rows, heads, d)
+    k, v = (torch.randn(int(k_offsets[-1]) + 2, kv_heads, d) for _ in range(2))
+    weights = [torch.randn(heads * d) for _ in range(3 * weighted)]
+    names, scales = ["gelu", "silu"] * (heads // 2), {"scale": 0.3, "post_scale": 0.5}
+    assert not native_build.load() or 16 * kv_heads * 2 * d < native_pffn.CACHED
+
+    def run(poison: bool) -> list[torch.Tensor]:
+        x = q.clone()
+        if poison:
+            x[used:], x[:5] = float("nan"), float("nan")  # spare rows and the first sequence
+        leaves = [t.clone().requires_grad_() for t in (x, k, v, *weights)]
+        named = dict(zip(("ln_weight", "ln_bias", "rms_weight"), leaves[3:], strict=False))
+        out = pffn(*leaves[:3], offsets, k_offsets, 60, 16, activation=",".join(names), **scales, **named)
+        return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+    leaves = [t.double().requires_grad_() for t in (q[:used], k, v, *(w.view(heads, d) for w in weights))]
+    exact = formula(*leaves, offsets, k_offsets, activation=names, **scales)
+    grads = torch.autograd.grad(exact, leaves, dout[:used].double())
+    got, poisoned = run(False), run(True)
+    for x, want in zip(got[:4], (exact, *grads[:3]), strict=True):
+        torch.testing.assert_close(x[: len(want)].double(), want, rtol=1e-4, atol=2e-5)
+    assert not spare or not got[1][used:].isnan().any()
+    assert (got[2][-2:] == 0).all() and (got[3][-2:] == 0).all()  # keys of nobody
+    for x, y in zip(got[:2], poisoned[:2], strict=True):
+        assert torch.equal(x[5:used], y[5:used])
+    for x, y in zip(got[2:4], poisoned[2:4], strict=True):
+        assert torch.equal(x[8:], y[8:])
+    if weighted and not spare:
+        for x, want in zip(got[4:], grads[3:], strict=True):
+            torch.testing.assert_close(x.double(), want.flatten(), rtol=1e-4, atol=1e-4)
+
+
+@needs_compiler
+@pytest.mark.parametrize(("heads", "kv_heads", "d"), [(2, 2, 32), (4, 2, 5), (2, 1, 12)])
+def test_pffn(heads: int, kv_heads: int, d: int) -> None:
+    for weighted, spare in ((False, 3), (True, 3), (True, 0)):
+        check_pffn(heads, kv_heads, d, weighted, spare)
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations_at_every_size(name: str) -> None:
+    """Values and derivatives from far below 0 to far above, kinks included, and NaN."""
+    s = torch.cat([torch.linspace(-100, 100, 2001), torch.linspace(-6, 6, 2001), torch.tensor([0.0, -3.0, 3.0])])
+    offsets, one = offsets_of((len(s),)), torch.ones(1, 1, 1)
+    x = s.view(-1, 1, 1).clone().requires_grad_()
+    got = gdpa(x, one, one, offsets, offsets_of((1,)), len(s), 1, activation=name)
+    exact = s.double().requires_grad_()
+    want = EAGER[name](exact)
+    torch.testing.assert_close(got.flatten().double(), want, rtol=1e-6, atol=1e-6)
+    (slope,), (steep,) = torch.autograd.grad(got.sum(), x), torch.autograd.grad(want.sum(), exact)
+    torch.testing.assert_close(slope.flatten().double(), steep, rtol=1e-6, atol=2e-6)
+    nan = gdpa(torch.full((1, 1, 1), float("nan")), one, one, offsets_of((1,)), offsets_of((1,)), 1, 1, activation=name)
+    assert nan.isnan().all()
 
 
 @needs_compiler

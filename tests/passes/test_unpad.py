@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx
+from torch.utils.checkpoint import CheckpointPolicy
 
 from gemopt.graph.capture import Captured, capture
 from gemopt.graph.facts import Analysis
@@ -198,3 +199,24 @@ def compare(captured: Captured, plan: Any, model: torch.nn.Module, make_inputs: 
             torch.testing.assert_close(
                 got[finite], want[finite], rtol=1e-7, atol=1e-9, msg=lambda m, i=i: f"tensor {i}: {m}"
             )
+
+
+def test_angles_of_packed_rows_are_kept_for_the_backward() -> None:
+    """On a CPU computing cosines again costs more than reading them."""
+
+    class Turned(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(8, 8)
+
+        def forward(self, x: Tensor, age: Tensor, length: Tensor) -> Tensor:
+            real = (torch.arange(x.shape[1]) < length[:, None]).unsqueeze(-1)
+            return ((self.linear(x) * age.log1p().cos().unsqueeze(-1)) * real).sum(1)
+
+    (captured,) = captures(Turned(), (torch.randn(3, 20, 8), torch.rand(3, 20), torch.tensor([3, 7, 20])))
+    canonicalise(captured.gm)
+    known = Analysis(captured.gm.graph)
+    made = draft(captured.gm, captured.fake_mode, known, find_sites(captured.gm, known)[0], {})
+    assert made.plan is not None
+    (cosine,) = [n for n in made.plan.packed.graph.nodes if n.target is torch.ops.aten.cos.default]
+    assert cosine.meta["recompute"] is CheckpointPolicy.MUST_SAVE

@@ -1,4 +1,4 @@
-// Softmax attention of packed sequences for the CPU, fp32: no dense batch, no padding, no gather.
+// Softmax attention and GDPA of packed sequences for the CPU, fp32: no dense batch, no padding, no gather.
 //
 // One task is one sequence and one key head. With S = scale Q K^T + bias, P = exp(S - lse) where visible, keep and r the
 // dropout mask and 1 / (1 - p):
@@ -6,30 +6,17 @@
 //     O = r (keep P) V    dP = r keep (dO V^T)    dS = P (dP - rowsum(P dP))
 //     dQ = scale dS K     dK = scale dS^T Q       dV = r (keep P)^T dO         dbias = dS
 //
+// and for GDPA P = act(S), dS = act'(S) dP, where O, dP and dV have the factor post_scale.
+//
 // Scores of a block of queries stay in the cache; keys that no query of the block sees are skipped. FLOPs 2 H (D + Dv)
 // sum(q_i k_i) forward, 2.5 times that backward; bytes: every tensor once. All products run through one small matrix
 // product in GCC's vector types, so this compiles for any machine that GCC or Clang serve. The meaning of every field of
 // Call is that of gemopt.ops.jagged_attention.
 
-#include <algorithm>
 #include <atomic>
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <limits>
-#include <vector>
 
-#if defined(__AVX512F__)
-constexpr int W = 16;
-#elif defined(__AVX__)
-constexpr int W = 8;
-#else
-constexpr int W = 4;
-#endif
-typedef float vec __attribute__((vector_size(W * 4), aligned(4), may_alias));
-typedef int32_t ivec __attribute__((vector_size(W * 4), aligned(4), may_alias));
-typedef int64_t i64;
-constexpr float NEVER = -std::numeric_limits<float>::infinity();
+#include "activations.h"
+#include "vectors.h"
 
 struct Call {
     const float *q, *k, *v, *dout, *lse_in;  // features dense; row and head strides below
@@ -38,6 +25,7 @@ struct Call {
     const float* bias;
     const uint8_t* mask;
     float* dbias;      // parts x [B or 1, H or 1, Lq or 1, Lk or 1], zeros
+    const int32_t* activations;  // of every head of the queries; null for a softmax
     const i64* order;  // sequences, in the order in which they are taken
     std::atomic<i64>* next;
     i64 sequences, parts, heads, kv_heads, d, dv_size;
@@ -45,143 +33,16 @@ struct Call {
     i64 bias_stride[4], mask_stride[4], dbias_stride[4], dbias_size;
     i64 left, right;  // -1: unlimited
     int32_t causal, bottom_right, dropout;
-    float scale, multiplier;
+    float scale, multiplier, post_scale;
     uint32_t threshold, seed_low, seed_high;
 };
 
 namespace {
 
-inline vec load(const float* p) { return *(const vec*)p; }
-inline i64 round_up(i64 n, i64 to) { return (n + to - 1) / to * to; }
-
-// C [MR, NV * W] (+)= A B over `depth`; A by strides, B and C by rows.
-template <int MR, int NV>
-inline void tile(i64 depth, const float* a, i64 a_row, i64 a_col, const float* b, i64 ldb, float* c, i64 ldc, bool add) {
-    vec sum[MR][NV];  // in registers, hence every loop over it is unrolled
-#pragma GCC unroll 16
-    for (int m = 0; m < MR; m++)
-#pragma GCC unroll 16
-        for (int n = 0; n < NV; n++) sum[m][n] = add ? load(c + m * ldc + n * W) : vec{};
-    for (i64 k = 0; k < depth; k++) {
-        vec row[NV];
-#pragma GCC unroll 16
-        for (int n = 0; n < NV; n++) row[n] = load(b + k * ldb + n * W);
-#pragma GCC unroll 16
-        for (int m = 0; m < MR; m++) {
-            const float x = a[m * a_row + k * a_col];
-#pragma GCC unroll 16
-            for (int n = 0; n < NV; n++) sum[m][n] += x * row[n];
-        }
-    }
-#pragma GCC unroll 16
-    for (int m = 0; m < MR; m++)
-#pragma GCC unroll 16
-        for (int n = 0; n < NV; n++) *(vec*)(c + m * ldc + n * W) = sum[m][n];
-}
-
-template <int NV>
-inline void panel(i64 rows, i64 depth, const float* a, i64 a_row, i64 a_col, const float* b, i64 ldb, float* c, i64 ldc,
-                  bool add) {
-    i64 m = 0;
-    for (; m + 6 <= rows; m += 6) tile<6, NV>(depth, a + m * a_row, a_row, a_col, b, ldb, c + m * ldc, ldc, add);
-    a += m * a_row, c += m * ldc;
-    switch (rows - m) {
-        case 1: return tile<1, NV>(depth, a, a_row, a_col, b, ldb, c, ldc, add);
-        case 2: return tile<2, NV>(depth, a, a_row, a_col, b, ldb, c, ldc, add);
-        case 3: return tile<3, NV>(depth, a, a_row, a_col, b, ldb, c, ldc, add);
-        case 4: return tile<4, NV>(depth, a, a_row, a_col, b, ldb, c, ldc, add);
-        case 5: return tile<5, NV>(depth, a, a_row, a_col, b, ldb, c, ldc, add);
-    }
-}
-
-// C [rows, cols] (+)= A [rows, depth] B [depth, cols]; cols is a multiple of W.
-void product(i64 rows, i64 cols, i64 depth, const float* a, i64 a_row, i64 a_col, const float* b, i64 ldb, float* c,
-             i64 ldc, bool add = false) {
-    i64 n = 0;
-    for (; n + 2 * W <= cols; n += 2 * W) panel<2>(rows, depth, a, a_row, a_col, b + n, ldb, c + n, ldc, add);
-    if (n < cols) panel<1>(rows, depth, a, a_row, a_col, b + n, ldb, c + n, ldc, add);
-}
-
-float sum_of(vec x) {
-    float total = 0;
-    for (int i = 0; i < W; i++) total += x[i];
-    return total;
-}
-
-float max_of(vec x) {
-    float top = x[0];
-    for (int i = 1; i < W; i++) top = std::max(top, x[i]);
-    return top;
-}
-
-// e^x to about 1 ulp: x = n ln 2 + r, a polynomial for e^r, n into the exponent. Exactly 0 below -87 and for -inf.
-inline vec exp_of(vec x) {
-    const vec zero = {};
-    vec y = x < -87.0f ? zero - 87.0f : x;
-    y = y > 88.0f ? zero + 88.0f : y;
-    const vec shifted = y * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: the low bits are the rounded integer
-    const vec n = shifted - 12582912.0f;
-    const vec r = (y - n * 0.693359375f) + n * 2.12194440e-4f;
-    vec p = zero + 1.9875691500e-4f;
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    const ivec bits = ((ivec)shifted << 23) + (127 << 23);
-    p *= (vec)bits;
-    p = x > 88.0f ? zero + std::numeric_limits<float>::infinity() : p;
-    p = x != x ? x : p;
-    return x < -87.0f ? zero : p;
-}
-
 uint32_t mix(uint32_t x) {
     x = (x ^ (x >> 16)) * 0x7FEB352Du;
     x = (x ^ (x >> 15)) * 0x846CA68Bu;
     return x ^ (x >> 16);
-}
-
-// Growing scratch memory of one thread.
-struct Scratch {
-    std::vector<float> memory;
-    size_t used = 0;
-    void reset(size_t wanted) {
-        used = 0;
-        if (memory.size() < wanted) memory.resize(wanted);
-    }
-    float* take(size_t n) {
-        float* p = memory.data() + used;
-        used += n;
-        return p;
-    }
-};
-
-// Rows whose features can be loaded in whole vectors: the tensor's own, or a copy padded with zeros.
-struct Rows {
-    const float* p;
-    i64 ld;
-};
-
-Rows rows_of(const float* p, i64 stride, i64 n, i64 d, Scratch& scratch) {
-    if (d % W == 0) return {p, stride};
-    const i64 ld = round_up(d, W);
-    float* copy = scratch.take(n * ld);
-    for (i64 i = 0; i < n; i++) {
-        std::memcpy(copy + i * ld, p + i * stride, d * sizeof(float));
-        std::fill(copy + i * ld + d, copy + (i + 1) * ld, 0.0f);
-    }
-    return {copy, ld};
-}
-
-// [n, d] -> [d, ld], zeros in columns n to ld.
-const float* transposed(const float* p, i64 stride, i64 n, i64 d, i64 ld, Scratch& scratch) {
-    float* out = scratch.take(d * ld);
-    for (i64 c = 0; c < d; c++) {
-        for (i64 j = 0; j < n; j++) out[c * ld + j] = p[j * stride + c];
-        std::fill(out + c * ld + n, out + (c + 1) * ld, 0.0f);
-    }
-    return out;
 }
 
 struct Sequence {
@@ -267,6 +128,21 @@ void span(const Sequence& s, i64 a, i64 b, i64& first, i64& n) {
     n = round_up(std::max(high - first, (i64)0), W);
 }
 
+// A row of n scores becomes e^(s - max); its lse is written, and the factor that makes the weights sum to 1 returned.
+float weigh(const Sequence& s, i64 i, float* p, i64 n) {
+    vec top = vec{} + NEVER, total = {};
+    for (i64 j = 0; j < n; j += W) top = load(p + j) > top ? load(p + j) : top;
+    const float most = max_of(top), safe = most == NEVER ? 0.0f : most;
+    for (i64 j = 0; j < n; j += W) {
+        const vec e = exp_of(load(p + j) - safe);
+        total += e;
+        *(vec*)(p + j) = e;
+    }
+    const float sum = sum_of(total);
+    s.call.lse[(s.q_start + i) * s.call.heads + s.head] = std::log(sum) + safe;
+    return sum == 0.0f ? 0.0f : 1.0f / sum;
+}
+
 void forward_task(const Call& c, i64 b, i64 kv_head, Scratch& scratch) {
     Sequence s{c, b, 0, c.q_offsets[b], c.k_offsets[b], c.q_offsets[b + 1] - c.q_offsets[b],
                c.k_offsets[b + 1] - c.k_offsets[b], 0};
@@ -291,17 +167,12 @@ void forward_task(const Call& c, i64 b, i64 kv_head, Scratch& scratch) {
             for (i64 i = 0; i < rows; i++) {
                 float* p = scores + i * ld;
                 s.finish(a + i, p, first, n);
-                vec top = vec{} + NEVER, total = {};
-                for (i64 j = 0; j < n; j += W) top = load(p + j) > top ? load(p + j) : top;
-                const float most = max_of(top), safe = most == NEVER ? 0.0f : most;
-                for (i64 j = 0; j < n; j += W) {
-                    const vec e = exp_of(load(p + j) - safe);
-                    total += e;
-                    *(vec*)(p + j) = e;
+                if (c.activations) {
+                    activate_row(c.activations[s.head], p, nullptr, n);
+                    scale_by[i] = c.post_scale;
+                } else {
+                    scale_by[i] = weigh(s, a + i, p, n);
                 }
-                const float sum = sum_of(total);
-                c.lse[(s.q_start + a + i) * c.heads + s.head] = std::log(sum) + safe;
-                scale_by[i] = sum == 0.0f ? 0.0f : 1.0f / sum;
                 if (c.dropout) {
                     s.kept(a + i, keep, first, n);
                     for (i64 j = 0; j < n; j++) p[j] *= keep[j];
@@ -316,15 +187,9 @@ void forward_task(const Call& c, i64 b, i64 kv_head, Scratch& scratch) {
     }
 }
 
-// P (with dropout) into p and dS into dp, for one row of n keys from `first` on.
-void row_gradient(const Sequence& s, i64 i, float* p, float* dp, float* keep, i64 first, i64 n) {
-    const Call& c = s.call;
-    s.finish(i, p, first, n);
-    const float lse = c.lse_in[(s.q_start + i) * c.heads + s.head], safe = lse == NEVER ? 0.0f : lse;
-    if (c.dropout) {
-        s.kept(i, keep, first, n);
-        for (i64 j = 0; j < n; j++) dp[j] *= keep[j];
-    }
+// P into p and dS into dp, which has dP.
+void softmax_gradient(const Sequence& s, i64 i, float* p, float* dp, i64 n) {
+    const float lse = s.call.lse_in[(s.q_start + i) * s.call.heads + s.head], safe = lse == NEVER ? 0.0f : lse;
     vec ones = {};
     for (i64 j = 0; j < n; j += W) ones += *(vec*)(p + j) = exp_of(load(p + j) - safe);
     // lse is rounded at its own size: without this, weights of large scores would miss the sum 1 by |lse| * 2^-24.
@@ -338,6 +203,26 @@ void row_gradient(const Sequence& s, i64 i, float* p, float* dp, float* keep, i6
     }
     const float delta = sum_of(total);  // eager's own order: with one visible key the difference below is exactly 0
     for (i64 j = 0; j < n; j += W) *(vec*)(dp + j) = load(dp + j) - load(p + j) * delta;
+}
+
+// P (with dropout) into p and dS into dp, for one row of n keys from `first` on.
+void row_gradient(const Sequence& s, i64 i, float* p, float* dp, float* keep, i64 first, i64 n) {
+    const Call& c = s.call;
+    s.finish(i, p, first, n);
+    if (c.dropout) {
+        s.kept(i, keep, first, n);
+        for (i64 j = 0; j < n; j++) dp[j] *= keep[j];
+    }
+    if (c.activations) {
+        activate_row(c.activations[s.head], p, dp, n);
+        if (c.post_scale != 1.0f)
+            for (i64 j = 0; j < n; j += W) {
+                *(vec*)(p + j) = load(p + j) * c.post_scale;
+                *(vec*)(dp + j) = load(dp + j) * c.post_scale;
+            }
+    } else {
+        softmax_gradient(s, i, p, dp, n);
+    }
     if (c.dropout)
         for (i64 j = 0; j < n; j++) p[j] *= keep[j];
 }
@@ -402,25 +287,37 @@ void backward_task(const Call& c, i64 b, i64 kv_head, float* dbias, Scratch& scr
 
 }  // namespace
 
-// Any number of threads call these with the same Call and share its tasks through `next`.
-extern "C" void gemopt_forward(const Call* call) {
-    static thread_local Scratch scratch;
-    const i64 tasks = call->sequences * call->kv_heads;
-    for (i64 t; (t = call->next->fetch_add(1)) < tasks;)
-        forward_task(*call, call->order[t / call->kv_heads], t % call->kv_heads, scratch);
+// Threads share the tasks of a Call through `next`, whoever brings them.
+extern "C" void gemopt_forward(const Call* call, i64 threads) {
+    on_threads(threads, [call] {
+        static thread_local Scratch scratch;
+        const i64 tasks = call->sequences * call->kv_heads;
+        for (i64 t; (t = call->next->fetch_add(1)) < tasks;)
+            forward_task(*call, call->order[t / call->kv_heads], t % call->kv_heads, scratch);
+    });
 }
 
 // With a gradient of the bias, a thread takes a whole part (every parts-th sequence), whose sums have memory of their own.
-extern "C" void gemopt_backward(const Call* call) {
-    static thread_local Scratch scratch;
-    if (!call->dbias) {
-        const i64 tasks = call->sequences * call->kv_heads;
-        for (i64 t; (t = call->next->fetch_add(1)) < tasks;)
-            backward_task(*call, call->order[t / call->kv_heads], t % call->kv_heads, nullptr, scratch);
-        return;
-    }
-    for (i64 part; (part = call->next->fetch_add(1)) < call->parts;)
-        for (i64 t = part; t < call->sequences; t += call->parts)
-            for (i64 head = 0; head < call->kv_heads; head++)
-                backward_task(*call, call->order[t], head, call->dbias + part * call->dbias_size, scratch);
+extern "C" void gemopt_backward(const Call* call, i64 threads) {
+    on_threads(threads, [call] {
+        static thread_local Scratch scratch;
+        if (!call->dbias) {
+            const i64 tasks = call->sequences * call->kv_heads;
+            for (i64 t; (t = call->next->fetch_add(1)) < tasks;)
+                backward_task(*call, call->order[t / call->kv_heads], t % call->kv_heads, nullptr, scratch);
+            return;
+        }
+        for (i64 part; (part = call->next->fetch_add(1)) < call->parts;)
+            for (i64 t = part; t < call->sequences; t += call->parts)
+                for (i64 head = 0; head < call->kv_heads; head++)
+                    backward_task(*call, call->order[t], head, call->dbias + part * call->dbias_size, scratch);
+    });
+}
+
+extern "C" int gemopt_has_threads() {
+#ifdef _OPENMP
+    return 1;
+#else
+    return 0;
+#endif
 }

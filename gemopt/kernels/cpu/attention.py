@@ -1,6 +1,6 @@
 """jagged_attention and gdpa on the CPU.
 
-A softmax over short sequences runs in a kernel of its own (`native`). Everything else, and everything where there is no C++
+Short sequences run in a C++ kernel (`native`). Everything else, and everything where there is no C++
 compiler, runs on PyTorch's operators in dense batches of sequences of like length, one plan per set of offsets: FLOPs
 4·H·D·Σ qᵢkᵢ forward and 2.5 times that backward (plus the rounding of lengths to the group's); bytes are those of q, k, v,
 out once, plus one gather and one scatter where a group is no strided view. Half types are computed in fp32.
@@ -105,10 +105,10 @@ def _plan(spec: AttentionSpec, q_rows: int, k_rows: int) -> Plan:
     return plan(spec.q_offsets, spec.k_offsets, q_rows, k_rows, dense)
 
 
-def _read(spec: AttentionSpec, q_rows: int, k_rows: int) -> tuple[AttentionSpec, Bounds]:
+def _read(spec: AttentionSpec, q_rows: int, k_rows: int, shared: bool) -> tuple[AttentionSpec, Bounds]:
     """The call in its simplest form, and where its sequences lie. Raises ValueError for what does not fit."""
     spec = spec.split_blocks(q_rows)
-    its_bounds = bounds(spec, q_rows, k_rows)
+    its_bounds = bounds(spec, q_rows, k_rows, shared)
     tables.check(spec, its_bounds)
     return _simplify(spec, its_bounds), its_bounds
 
@@ -118,9 +118,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tenso
 
     A row without a visible key has out 0; its lse means nothing. lse is `[0, H]` unless the weights are a softmax.
     """
+    shared = spec.shared
     q, spec = spec.spread(q)
     rows, heads, dtype = q.shape[0], q.shape[1], _compute_dtype(q.dtype)
-    spec, its_bounds = _read(spec, rows, k.shape[0])
+    spec, its_bounds = _read(spec, rows, k.shape[0], shared)
     if native.serves(q, v, spec, its_bounds):
         return native.forward(q, k, v, spec, its_bounds)
     the_plan = _plan(spec, rows, k.shape[0])
@@ -185,11 +186,25 @@ def backward(
     dtype = _compute_dtype(q.dtype)
     if spec.shared:  # each sequence's gradient unrounded
         wide, spread = spec.spread(q.to(dtype))
-        grads = backward(dout, wide, k, v, out, lse, spread, bias_grad)
+        grads = _backward(dout, wide, k, v, out, lse, spread, bias_grad, shared=True)
         return spec.gathered(grads[0], q), *grads[1:]
-    spec, its_bounds = _read(spec, q.shape[0], k.shape[0])
+    return _backward(dout, q, k, v, out, lse, spec, bias_grad, shared=False)
+
+
+def _backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor | None,
+    lse: Tensor | None,
+    spec: AttentionSpec,
+    bias_grad: bool,
+    shared: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    dtype = _compute_dtype(q.dtype)
+    spec, its_bounds = _read(spec, q.shape[0], k.shape[0], shared)
     if native.serves(q, v, spec, its_bounds):
-        assert lse is not None
         return native.backward(dout, q, k, v, lse, spec, its_bounds, bias_grad)
     the_plan = _plan(spec, q.shape[0], k.shape[0])
     words = _row_words(spec, the_plan, q.shape[0], q.shape[1])

@@ -1,12 +1,13 @@
 """Offsets of one call as numpy arrays, checked: what every CPU path needs to know about the sequences."""
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from gemopt.kernels.memo import remembered
 from gemopt.kernels.spec import AttentionSpec
 
 
@@ -51,13 +52,19 @@ class Bounds:
         return bool(grows.all())
 
 
-def bounds(spec: AttentionSpec, q_rows: int, k_rows: int) -> Bounds:
-    """Read and check the offsets.
+def bounds(spec: AttentionSpec, q_rows: int, k_rows: int, shared: bool = False) -> Bounds:
+    """Read and check the offsets. shared: those of the queries follow from `q_rows`, for they are shared and were spread.
 
     Raises:
         ValueError: offsets that do not start at 0, decrease, pass the rows they index, or disagree in B.
     """
-    assert spec.q_offsets is not None  # shared queries have been spread
+    own = spec.k_offsets if shared else spec.q_offsets
+    assert own is not None  # shared queries have been spread
+    return remembered(own, spec.k_offsets, ("cpu bounds", shared, q_rows, k_rows), partial(_bounds, spec, q_rows, k_rows))
+
+
+def _bounds(spec: AttentionSpec, q_rows: int, k_rows: int) -> Bounds:
+    assert spec.q_offsets is not None
     q = _read("q_offsets", spec.q_offsets, q_rows)
     same = spec.k_offsets is spec.q_offsets and q_rows == k_rows
     k = q if same else _read("k_offsets", spec.k_offsets, k_rows)
@@ -67,7 +74,7 @@ def bounds(spec: AttentionSpec, q_rows: int, k_rows: int) -> Bounds:
 
 
 def _read(name: str, offsets: Tensor, rows: int) -> np.ndarray:
-    array: np.ndarray = offsets.detach().to(torch.int64).numpy()
+    array: np.ndarray = offsets.detach().to(torch.int64).numpy().copy()  # what is remembered must not keep the offsets alive
     if len(array) == 0:
         raise ValueError(f"jagged_attention: {name} must have at least one element, got 0")
     if array[0] != 0 or array[-1] > rows or (np.diff(array) < 0).any():

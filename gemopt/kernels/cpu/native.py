@@ -1,4 +1,4 @@
-"""Softmax attention of packed sequences by `attention.cpp`: fills its Call and shares its tasks among the workers.
+"""Attention of packed sequences by `attention.cpp`, a softmax or GDPA: fills its Call and shares its tasks among threads.
 
 No plan: the kernel reads the offsets. fp32; half types are converted on the way in and out. Results do not depend on the
 number of threads.
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gemopt.kernels.cpu import native_build, workers
 from gemopt.kernels.cpu.bounds import Bounds
-from gemopt.kernels.spec import AttentionSpec
+from gemopt.kernels.spec import ACTIVATIONS, AttentionSpec
 from gemopt.ops import dropout as generator
 
 # Keys and values of a head as fp32 elements: while they stay in a core's cache this kernel is the fastest, and from there on
@@ -34,7 +34,8 @@ class _Call(ctypes.Structure):
 
     _fields_ = [
         *((name, _P) for name in ("q", "k", "v", "dout", "lse_in", "out", "lse", "dq", "dk", "dv")),
-        *((name, _P) for name in ("q_offsets", "k_offsets", "q_pos", "k_pos", "bias", "mask", "dbias", "order", "next")),
+        *((name, _P) for name in ("q_offsets", "k_offsets", "q_pos", "k_pos", "bias", "mask", "dbias")),
+        *((name, _P) for name in ("activations", "order", "next")),
         *((name, _I) for name in ("sequences", "parts", "heads", "kv_heads", "d", "dv_size")),
         *((name, _I * 2) for name in ("q_stride", "k_stride", "v_stride", "dout_stride")),
         *((name, _I * 4) for name in ("bias_stride", "mask_stride", "dbias_stride")),
@@ -42,8 +43,7 @@ class _Call(ctypes.Structure):
         ("left", _I),
         ("right", _I),
         *((name, ctypes.c_int32) for name in ("causal", "bottom_right", "dropout")),
-        ("scale", ctypes.c_float),
-        ("multiplier", ctypes.c_float),
+        *((name, ctypes.c_float) for name in ("scale", "multiplier", "post_scale")),
         *((name, ctypes.c_uint32) for name in ("threshold", "seed_low", "seed_high")),
     ]
 
@@ -72,7 +72,10 @@ class Job:
         self._tables(spec)
         call.left, call.right = spec.window
         call.causal, call.bottom_right = spec.causal, spec.bottom_right
-        call.scale = spec.scale
+        call.scale, call.post_scale = spec.scale, spec.post_scale
+        if not spec.softmax:
+            self.keep.append(acts := numbers(spec, q.shape[1]))
+            call.activations = acts.ctypes.data
         call.dropout = spec.dropout_p > 0
         if spec.dropout_p > 0:
             assert spec.seed is not None
@@ -109,10 +112,25 @@ class Job:
         return dbias
 
     def run(self, function: Any) -> None:
-        """Call `function` on as many workers as are worth waking, until its tasks are done."""
-        tasks = self.call.sequences * self.call.kv_heads
-        threads = max(1, min(torch.get_num_threads(), tasks, self.flops // FLOPS_PER_THREAD))
-        workers.run([partial(function, ctypes.addressof(self.call))] * threads, limit=torch.get_num_threads())
+        share(function, self.call, self.call.sequences * self.call.kv_heads, self.flops)
+
+
+def share(function: Any, call: ctypes.Structure, tasks: int, flops: int) -> None:
+    """Call `function` on as many workers as are worth waking, until the tasks of `call` are done."""
+    threads = max(1, min(torch.get_num_threads(), tasks, flops // FLOPS_PER_THREAD))
+    address = ctypes.addressof(call)
+    if threads == 1:
+        function(address, 1)
+    elif native_build.has_threads():
+        function(address, torch.get_num_threads())  # all: OpenMP makes a team of another size anew
+    else:
+        workers.run([partial(function, address, 1)] * threads, limit=torch.get_num_threads())
+
+
+def numbers(spec: AttentionSpec, heads: int) -> np.ndarray:
+    """The activation of every head as `activations.h` numbers them, int32."""
+    names = spec.activations * (1 if len(spec.activations) > 1 else heads)
+    return np.array([ACTIVATIONS.index(name) for name in names], dtype=np.int32)
 
 
 def _strides(table: Tensor) -> Any:
@@ -121,8 +139,8 @@ def _strides(table: Tensor) -> Any:
 
 
 def serves(q: Tensor, v: Tensor, spec: AttentionSpec, bounds: Bounds) -> bool:
-    """Whether the kernel takes this call: a softmax in at most fp32, most of whose work is in short sequences."""
-    if not spec.softmax or q.dtype == torch.float64:
+    """Whether the kernel takes this call: at most fp32, and most of its work in short sequences."""
+    if q.dtype == torch.float64:
         return False
     long = bounds.k_lengths * (q.shape[2] + v.shape[2]) > CACHED
     if long.any() and 2 * bounds.work[long].sum() > bounds.work.sum():
@@ -135,7 +153,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, bounds: Bounds
     library = native_build.load()
     assert library is not None
     job = Job(q, k, v, spec, bounds)
-    out, lse = torch.empty((q.shape[0], q.shape[1], v.shape[2])), torch.empty(q.shape[:2])
+    out = torch.empty((q.shape[0], q.shape[1], v.shape[2]))
+    lse = torch.empty((q.shape[0] if spec.softmax else 0, q.shape[1]))
     used = int(bounds.q[-1])
     out[used:], lse[used:] = 0, 0
     job.point("out", out)
@@ -145,14 +164,15 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, bounds: Bounds
 
 
 def backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, spec: AttentionSpec, bounds: Bounds, bias_grad: bool
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor | None, spec: AttentionSpec, bounds: Bounds, bias_grad: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """As `attention.backward`."""
     library = native_build.load()
     assert library is not None
     job = Job(q, k, v, spec, bounds)
     job.rows("dout", dout)
-    job.point("lse_in", lse.contiguous())
+    if lse is not None:
+        job.point("lse_in", lse.contiguous())
     dq, dk, dv = (torch.empty(x.shape, dtype=torch.float32) for x in (q, k, v))
     used_q, used_k = int(bounds.q[-1]), int(bounds.k[-1])
     dq[used_q:], dk[used_k:], dv[used_k:] = 0, 0, 0

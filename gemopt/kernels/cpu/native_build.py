@@ -1,4 +1,4 @@
-"""Builds and loads `attention.cpp` for this machine, once, with the C++ compiler that torch.compile needs on a CPU anyway.
+"""Builds and loads the C++ kernels for this machine, once, with the C++ compiler that torch.compile needs on a CPU anyway.
 
 The library lies in inductor's cache folder under a name that hashes the source, the flags, the compiler and the processor.
 Without a compiler (or with GEMOPT_CPU_NATIVE=0) there is none, and attention runs on PyTorch's operators.
@@ -12,13 +12,17 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-SOURCE = Path(__file__).with_name("attention.cpp")
+FOLDER = Path(__file__).parent
+SOURCES = ("attention.cpp", "pffn.cpp")
+HEADERS = ("activations.h", "vectors.h")
 FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=fast")
+THREADS = "-fopenmp"  # left out where the compiler does not know it
 log = logging.getLogger(__name__)
 
 
@@ -41,20 +45,36 @@ def _native() -> str:
     return "-march=native" if platform.machine() in ("x86_64", "AMD64", "i686") else "-mcpu=native"
 
 
+def _compile(compiler: str, flags: Sequence[str], library: Path) -> None:
+    sources = (str(FOLDER / name) for name in SOURCES)
+    subprocess.run([compiler, *flags, *sources, "-o", str(library)], capture_output=True, text=True, check=True)
+
+
 def build(compiler: str, machine: str) -> Path:
     """The library for the instructions that the flag `machine` names. Raises what a failed compiler run raises."""
-    flags = [*FLAGS, machine]
+    flags = [*FLAGS, THREADS, machine]
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
-    key = "\0".join((SOURCE.read_text(), *flags, compiler, version, _processor()))
+    texts = [(FOLDER / name).read_text() for name in (*SOURCES, *HEADERS)]
+    key = "\0".join((*texts, *flags, compiler, version, _processor()))
     folder = Path(cache_dir()) / "gemopt"
     library = folder / f"attention-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
     if not library.exists():
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             made = Path(scratch) / library.name
-            subprocess.run([compiler, *flags, str(SOURCE), "-o", str(made)], capture_output=True, text=True, check=True)
+            try:
+                _compile(compiler, flags, made)
+            except subprocess.CalledProcessError:
+                _compile(compiler, [flag for flag in flags if flag != THREADS], made)
             os.replace(made, library)  # whole or not at all, whoever else builds it now
     return library
+
+
+@cache
+def has_threads() -> bool:
+    """Whether the library has threads of its own (OpenMP), or else its caller has to bring them."""
+    library = load()
+    return library is not None and bool(library.gemopt_has_threads())
 
 
 @cache
@@ -75,8 +95,8 @@ def load() -> ctypes.CDLL | None:
 
 
 def bind(path: Path) -> ctypes.CDLL:
-    """The library with the types of its two functions."""
+    """The library with the types of its functions."""
     library = ctypes.CDLL(str(path))
-    for name in ("gemopt_forward", "gemopt_backward"):
-        getattr(library, name).argtypes, getattr(library, name).restype = [ctypes.c_void_p], None
+    for name in ("gemopt_forward", "gemopt_backward", "gemopt_pffn_forward", "gemopt_pffn_backward"):
+        getattr(library, name).argtypes, getattr(library, name).restype = [ctypes.c_void_p, ctypes.c_int64], None
     return library

@@ -1,4 +1,4 @@
-"""Runs warp-specialised Gluon kernels for sm_100 on the CPU: every role is a thread, a seed chooses who goes next.
+"""Runs warp-specialised Gluon kernels, those for sm_100 above all, on the CPU: every role is a thread, a seed chooses who goes next.
 
 The source of a kernel is executed as it stands, with the language replaced by the few parts of it that these kernels use.
 Numbers are torch tensors, barriers count arrivals and bytes in phases of a parity, copies land at any time after they were
@@ -336,7 +336,16 @@ class language(types.SimpleNamespace):
     @staticmethod
     def store(pointer: Pointer, x: Tensor, mask: Any = None) -> None:
         offset, keep = pointer.at(mask)
-        pointer.memory.view(-1)[offset[keep]] = x.as_subclass(Tensor)[keep]
+        x = torch.as_tensor(x, dtype=pointer.memory.dtype).as_subclass(Tensor)
+        pointer.memory.view(-1)[offset[keep]] = x[keep]
+
+    @staticmethod
+    def atomic_add(pointer: Pointer, x: int, sem: str = "") -> Scalar:
+        pause()
+        flat = pointer.memory.view(-1)
+        old = Scalar(flat[pointer.offset].item())
+        flat[pointer.offset] += x
+        return old
 
     @staticmethod
     def warp_specialize(roles: list[Any], warps: list[int], registers: list[int]) -> None:

@@ -335,3 +335,32 @@ def test_fused_projection_views() -> None:
     offsets = inputs.kwargs["q_offsets"].cuda()
     out = jagged_attention(fused[:, 0], fused[:, 1], fused[:, 2], offsets, offsets, 130, 130)
     assert torch.equal(out.double().cpu(), want["out"])
+
+
+@pytest.mark.parametrize("lens", [(700, 1, 300, 0, 64), (3,), (64,) * 600], ids=["few", "one", "many"])
+def test_a_tile_list_serves_many_launches(lens: tuple[int, ...]) -> None:
+    """Programs draw from a counter beside the list, which must be back at 0 after each: in turns, and replayed as a graph."""
+    inputs = draw(Case(lens, d=64), BF16)
+    q, k, v = (x.cuda() for x in (inputs.q, inputs.k, inputs.v))
+    offsets = torch.tensor([0, *lens]).cumsum(0).cuda()
+    tiles = hopper.tile_list(offsets, offsets, q.shape[0], 2 * hopper.launch.M)
+    call, config = hopper.launch.Call(hopper.scores.code("gelu", BF16), 0.1), hopper.launch.ForwardConfig()
+
+    def run_once() -> torch.Tensor:
+        out = torch.full_like(q, float("nan"))
+        hopper.launch.run_forward(q, k, v, out, out.new_empty(0, q.shape[1]).float(), tiles, call, config)
+        return out
+
+    first = run_once()
+    count = int(tiles.count[0])
+    assert count == sum(-(-n // (2 * hopper.launch.M)) for n in lens) and not first.isnan().any()
+    for _ in range(5):
+        assert torch.equal(run_once(), first)
+        assert tiles.count.tolist() == [count, 0]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        again = run_once()
+    for _ in range(5):
+        again.zero_()
+        graph.replay()
+        assert torch.equal(again, first)

@@ -5,7 +5,9 @@ As `key_side` of backward.py, a tile owns 128 keys, 64 for each of two warpgroup
     Sᵀ = K Qᵀ,  dPᵀ = V dOᵀ,  dV += Pᵀ dO,  dK += dSᵀ Q,  dQ_tile = dS K
 
 dQ_tile needs the dS of both warpgroups. Each stores its half in shared memory and, one step later, multiplies both
-halves with its own half of K's columns, which gives its half of dQ_tile's columns. Where dQ is summed has two forms:
+halves with its own half of K's columns, which gives its half of dQ_tile's columns. The product for dV is issued as soon as
+the weights are there, the one for dK last: dS is stored during the first, dQ_tile during the second. Where dQ is summed has
+two forms:
 
 - tile by tile: each dQ_tile is added to fp32 zeros in global memory with TMA's reduction, and the caller casts the sum.
   The order of the additions is not fixed, so dQ of sequences with more than two key tiles may differ in its last bits from

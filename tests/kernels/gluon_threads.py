@@ -1,4 +1,4 @@
-"""Runs warp-specialised Gluon kernels, those for sm_100 above all, on the CPU: every role is a thread, a seed chooses who goes next.
+"""Runs warp-specialised Gluon kernels (those for sm_100 above all) on the CPU: roles are threads, a seed says who goes next.
 
 The source of a kernel is executed as it stands, with the language replaced by the few parts of it that these kernels use.
 Numbers are torch tensors, barriers count arrivals and bytes in phases of a parity, copies land at any time after they were

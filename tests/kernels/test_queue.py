@@ -46,9 +46,8 @@ def consume(queue, seen, WORDS: gl.constexpr):
 @gluon.jit
 def hand_out(tiles, count, heads, drawn_by, seen, other_seen, FIXED: gl.constexpr, WORDS: gl.constexpr):
     queue = new_queue(tiles, count, heads, 2, FIXED)
-    gl.warp_specialize(
-        [(consume, (queue, seen, WORDS)), (consume, (queue, other_seen, WORDS)), (produce, (queue, drawn_by))], [4, 1], [8, 8]
-    )
+    roles = [(consume, (queue, seen, WORDS)), (consume, (queue, other_seen, WORDS)), (produce, (queue, drawn_by))]
+    gl.warp_specialize(roles, [4, 1], [240, 24])
 
 
 @pytest.mark.parametrize("fixed", [False, True])

@@ -339,7 +339,7 @@ def test_fused_projection_views() -> None:
 
 @pytest.mark.parametrize("lens", [(700, 1, 300, 0, 64), (3,), (64,) * 600], ids=["few", "one", "many"])
 def test_a_tile_list_serves_many_launches(lens: tuple[int, ...]) -> None:
-    """Programs draw from a counter beside the list, which is back at 0 after each: launched in turns, replayed as a graph."""
+    """Programs draw from a counter beside the list, back at 0 after each: launched in turns, replayed as a graph."""
     inputs = draw(Case(lens, d=64), BF16)
     q, k, v = (x.cuda() for x in (inputs.q, inputs.k, inputs.v))
     offsets = torch.tensor([0, *lens]).cumsum(0).cuda()

@@ -132,7 +132,10 @@ def give_back(q, turn, SPLIT: gl.constexpr):
 
 @gluon.jit
 def give_back_last(q, turn, SPLIT: gl.constexpr):
-    """The same of the turn before, where there is another buffer: its store has had time and is not waited for."""
+    """The same of the turn before, where there is another buffer: its store has had the time of the first scores.
+
+    The last turn of a program is not released: nobody needs its buffer, and its store is waited for at the end.
+    """
     if q.STAGES > 1:
         if turn > 0:
             give_back(q, turn - 1, SPLIT)

@@ -9,9 +9,9 @@ halves with its own half of K's columns, which gives its half of dQ_tile's colum
 the weights are there, the one for dK last: dS is stored during the first, dQ_tile during the second. Where dQ is summed has
 two forms:
 
-- tile by tile: each dQ_tile is added to fp32 zeros in global memory with TMA's reduction, and the caller casts the sum.
-  The order of the additions is not fixed, so dQ of sequences with more than two key tiles may differ in its last bits from
-  run to run; dK and dV do not.
+- tile by tile: each dQ_tile is added to an fp32 tensor in global memory (zeros, or dO where the op adds Q) with TMA's
+  reduction, and the caller casts the sum. The order of the additions is not fixed, so dQ of sequences with more than two key
+  tiles (with dO: more than one) may differ in its last bits from run to run; dK and dV do not.
   If every program has zeros of its own (OWN_SUMS) and lets an addition end before the next begins, each sum has one order:
   the same bits in every run, for as many times the memory, which few queries afford. SHARED_Q: the sums of all sequences
   are one, since their queries are.
@@ -208,7 +208,7 @@ def consume(
             turn += 1
             if sums.OWNER:
                 turn = settle(turn)
-        t = queue.take(drawn if sums.OWNER else turn - 1)
+        t = queue.take(drawn if sums.OWNER else turn - 1)  # equal but for OWNER; one counter less to keep
         drawn += 1
 
 

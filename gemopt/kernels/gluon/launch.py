@@ -340,8 +340,8 @@ def run_fused(
 ) -> None:
     """The fused backward: fills grads (dK, dV).
 
-    Without dq it adds to dq32, fp32 zeros `[Tq, H, D]` (shared queries: `[Lq, H, D]`), whose last bits may differ between
-    runs; `tiles` are key tiles. Zeros of the shape `[programs, Tq, H, D]` are sums of the programs, and the same in every
+    Without dq it adds to dq32, fp32 `[Tq, H, D]` (shared queries: `[Lq, H, D]`), whose last bits may differ between
+    runs; `tiles` are key tiles. Those of the shape `[programs, Tq, H, D]` are sums of the programs, and the same in every
     run. With dq it fills that, by way of dq32, the same bits in every run; `tiles` are whole sequences.
     """
     arguments = fused_arguments(x, y, grads, dq32, dq, stats, tiles, call, cfg)

@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.language.core import _aggregate as aggregate
 
 ROWS = gl.constexpr(1 << 30)
-RECORD = gl.constexpr(8)  # int32 words of a tile record: first row, x_start, x_len, y_start, y_len, sequence
+RECORD = gl.constexpr(8)  # int32 words of a tile record: first row, x_start, x_len, y_start, y_len, sequence, seventh
 
 
 @gluon.jit
@@ -287,9 +287,3 @@ def load_tile(tiles, t):
     """first row, x_start, x_len, y_start, y_len of tile t."""
     at = tiles + t * RECORD
     return gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3), gl.load(at + 4)
-
-
-@gluon.jit
-def load_part(tiles, t):
-    """Which part of its sequence's keys tile t sees."""
-    return gl.load(tiles + t * RECORD + 6)

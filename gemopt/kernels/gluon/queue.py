@@ -1,13 +1,13 @@
 """Tiles handed out one by one: a program that is done early takes the next tile, whoever it would have been for.
 
-The copying warp of a program draws a number from a counter in device memory, reads that tile's record and passes it to the
-consumers through a small ring in shared memory. Programs so work on neighbours in the list at any time. That shares the
-streamed rows of a sequence in L2 (with fixed turns programs drift apart by whole sequences: of a jagged forward's reads 46 %
-hit L2), and nobody waits for the one with the longest turns at the end (4 % of a dense forward, where every eleventh tile of
-a sequence is a short one, and always the same programs had it).
+An item is a tile and a head. The copying warp of a program draws the number of an item from a counter in device memory and
+passes it to the consumers through a small ring in shared memory; each reads the tile's record for itself. Programs so work on
+neighbours in the list at any time, which shares the streamed rows of a sequence in L2, and nobody waits at the end for the
+one with the longest turns (ARCHITECTURE.md has the figures).
 
-A program starts with the tile of its own number and draws the rest, so a launch draws exactly as often as there are tiles;
-who draws last sets the counter back for the next launch with this list, which the same stream orders after this one.
+A program starts with the item of its own number, if there is one, and after each item draws the next, so a launch draws
+exactly as often as there are items. Who draws last sets the counter back for the next launch with this list: a list serves
+one launch at a time.
 FIXED: turns by number, for sums whose order must not change from run to run.
 """
 

@@ -4,9 +4,9 @@ A list has room for `rows // block + batch + 1` tiles, which Σ ceil(len / block
 in device memory, where the kernels read it. Record (8 int32): first row of the tile inside its sequence, start and
 length of the stationary rows, start and length of the streamed rows, sequence. Longest first means by the length of the
 streamed side, then by sequence, then from the last tile to the first (the order of falling work under a causal mask).
-Programs take every n-th tile of the list, so any two differ by at most one tile's work (Graham's bound for sorted
-lists). Rows after the last offset belong to one more sequence with nothing to stream: its tiles write zeros. On a GPU
-one list serves all layers and directions of a batch (`gemopt.kernels.memo`).
+Programs take every n-th tile of the list, or draw the next (Hopper, `gluon.queue`), so any two differ by at most one
+tile's work (Graham's bound for sorted lists). Rows after the last offset belong to one more sequence with nothing to
+stream: its tiles write zeros. On a GPU one list serves all layers and directions of a batch (`gemopt.kernels.memo`).
 
 Streamed rows may be split into parts (`split.key_parts`): every tile then stands as often as there are parts, with the start
 and length of that part's rows, and the number of the part as the seventh word. The last part has what is left.
@@ -34,6 +34,8 @@ SORTED_BATCH = 1 << 15  # ranks are counted pair by pair; above this many sequen
 
 @dataclass(frozen=True)
 class TileList:
+    """A list serves one launch at a time, since programs may draw from a counter beside it."""
+
     records: Tensor  # int32 [capacity, 8]
     count: Tensor  # int32 [2]: number of tiles, and 0 between launches (`gluon.queue` counts there)
     block: int
@@ -171,9 +173,11 @@ def _kept(x_offsets: Tensor | int, y_offsets: Tensor | int, *form: int) -> TileL
     """`_build`, once for a batch on a GPU."""
     make = partial(_build, x_offsets, y_offsets, *form)
     given = _tensors(x_offsets, y_offsets)
-    if not given[0].is_cuda:
+    # A graph that is captured keeps addresses for longer than a step, and may be replayed beside others.
+    if not given[0].is_cuda or torch.cuda.is_current_stream_capturing():
         return make()
-    stream = torch.cuda.current_stream(given[0].device).cuda_stream  # what one stream wrote, another may not see yet
+    # What one stream wrote, another may not see yet; and launches that draw from a list's counter must not run side by side.
+    stream = torch.cuda.current_stream(given[0].device).cuda_stream
     numbers = (x if isinstance(x, int) else None for x in (x_offsets, y_offsets))
     return remembered(given[0], given[-1], (stream, *numbers, *form), make)
 

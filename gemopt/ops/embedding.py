@@ -30,7 +30,7 @@ def _(weight: Tensor, index: Tensor, padding_idx: int) -> Tensor:
 def _gradient(grad: Tensor, index: Tensor, rows: int, padding_idx: int) -> Tensor:
     wide = torch.float32 if grad.dtype in (torch.bfloat16, torch.float16) else grad.dtype
     out = torch.zeros((rows, grad.shape[-1]), dtype=wide, device=grad.device)
-    out.index_add_(0, index.reshape(-1), grad.reshape(-1, grad.shape[-1]).to(wide))
+    out.index_add_(0, index.reshape(-1), grad.reshape(index.numel(), grad.shape[-1]).to(wide))
     if padding_idx >= 0:
         out[padding_idx] = 0
     return out.to(grad.dtype)

@@ -23,6 +23,7 @@ from gemopt.ops.pffn_mixed import pffn_mixed
 from gemopt.ops.pffn_parts import (
     SCHEMA,
     affine,
+    centred,
     differentiate,
     fake_gradients,
     layer_norm,
@@ -115,7 +116,7 @@ def _pffn_backward(
             _, backward = attention_kernels(ln)
             dln, dk, dv, _ = backward(dg, ln, k, v, None, None, spec, False)
             rstd = stats[1][:, None]
-            n = wide(ln) if q is None else (wide(q) - stats[0][:, None]) * rstd
+            n = wide(ln) if q is None else centred(wide(q), stats[0]) * rstd
             dx = wide(dln) + wide(dg)
             dw = None if norm.weight is None else (dx * n).sum(0)
             db = None if norm.bias is None else dx.sum(0)
@@ -168,6 +169,9 @@ def pffn(
     Raises:
         ValueError, TypeError: arguments of wrong rank, size, dtype, device or value.
     """
+    for name, offsets in (("q_offsets", q_offsets), ("k_offsets", k_offsets)):
+        if not isinstance(offsets, Tensor):
+            raise TypeError(f"{OP}: {name} must be a tensor, got {type(offsets).__name__}; queries are not shared here")
     added = None if rms_eps is None else float(rms_eps)
     args = (q_offsets, k_offsets, max_q, max_k, activation, float(scale), float(post_scale), float(eps), added)
     mixed = _is_mixed(q, k, dtype)

@@ -23,6 +23,7 @@ from gemopt.ops.pffn_parts import (
     SCHEMA,
     WEIGHTS,
     affine,
+    centred,
     differentiate,
     fake_gradients,
     layer_norm,
@@ -92,7 +93,7 @@ def _pffn_mixed_backward(
             dq, *sums = mixed_norms.layer_norm_gradient(rows, rms_stats, dout, dln)
         else:
             dy, rstd = wide(dout), stats[1][:, None]
-            n = (wide(q) - stats[0][:, None]) * rstd
+            n = centred(wide(q), stats[0]) * rstd
             g = wide(a) + affine(n, norm.weight, norm.bias)
             r = rms_scale(g, norm)
             m = g * r

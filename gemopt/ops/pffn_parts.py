@@ -64,15 +64,21 @@ def affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
 
 def wide(x: Tensor) -> Tensor:
     """`[T, H·D]` in fp32, or fp64 if x is."""
-    return x.reshape(x.shape[0], -1).to(torch.float64 if x.dtype == torch.float64 else torch.float32)
+    return x.flatten(1).to(torch.float64 if x.dtype == torch.float64 else torch.float32)
+
+
+def centred(x: Tensor, mean: Tensor) -> Tensor:
+    """`wide` x less the mean of its rows, twice: what rounding leaves of it is divided by a deviation that may be 0."""
+    x = x - mean[:, None]
+    return x - x.mean(1, keepdim=True)
 
 
 def layer_norm(x: Tensor, norm: Norms) -> tuple[Tensor, Tensor]:
     """LayerNorm of the rows of `wide` x, and its statistics `[2, T]` (mean, 1/deviation)."""
     mean = x.mean(1)
-    centred = x - mean[:, None]
-    rstd = (centred.square().mean(1) + norm.eps).rsqrt()
-    return affine(centred * rstd[:, None], norm.weight, norm.bias), torch.stack([mean, rstd])
+    x = centred(x, mean)
+    rstd = (x.square().mean(1) + norm.eps).rsqrt()
+    return affine(x * rstd[:, None], norm.weight, norm.bias), torch.stack([mean, rstd])
 
 
 def rms_scale(x: Tensor, norm: Norms) -> Tensor:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+import gemopt
 from gemopt import dynamo
 from gemopt.graph.capture import Captured, CaptureError, capture, regions
 
@@ -486,3 +487,12 @@ def test_sparse_input_is_a_boundary_or_breaks_the_graph() -> None:
 def test_outside_a_backend() -> None:
     with pytest.raises(RuntimeError, match="inside a Dynamo backend"):
         capture(fx.symbolic_trace(lambda x: x + 1), [torch.ones(1)])
+
+
+@pytest.mark.parametrize("several", [lambda x: x.split(3, 1), lambda x: x.unbind(0), lambda x: x.chunk(2, 1)])
+def test_input_that_is_one_view_of_several(several: Any) -> None:
+    """Eager refuses to write such a view, so the retrace may take it for a leaf (TorchRec's pooled embeddings come so)."""
+    x = several(torch.randn(4, 6, requires_grad=True) * 2)[0]
+    assert x.requires_grad and not x.is_leaf
+    compiled = gemopt.compile(lambda x: (x * 3).sum(), inner="eager", strict=True)
+    torch.testing.assert_close(compiled(x), (x * 3).sum())

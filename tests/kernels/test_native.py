@@ -182,3 +182,55 @@ def test_more_threads_than_workers_of_the_other_paths() -> None:
         torch.set_num_threads(before)
     assert torch.equal(many, jagged_attention(q, q, q, offsets, offsets, 50, 50))
     assert native.FLOPS_PER_THREAD * 12 < 4 * 4 * 32 * 80 * 50 * 50
+
+
+@pytest.mark.parametrize("heads", [1100, 3000])
+def test_pffn_of_very_many_heads(heads: int) -> None:
+    """Scratch memory has room for the ends of lines of every head."""
+    torch.manual_seed(0)
+    offsets = torch.tensor([0, 1])
+    q, k, v = (torch.randn(1, heads, 5, requires_grad=True) for _ in range(3))
+    out = pffn(q, k, v, offsets, offsets, 1, 1)
+    with torch.no_grad():
+        ln = torch.nn.functional.layer_norm(q.double().flatten(1), [5 * heads]).view_as(q)
+        g = torch.nn.functional.gelu((ln * k.double()).sum(2, keepdim=True)) * v.double() + ln
+        want = torch.nn.functional.rms_norm(g.flatten(1), [5 * heads], eps=1e-5).view_as(q) + q.double()
+    torch.testing.assert_close(out.double(), want, rtol=1e-4, atol=1e-5)
+    assert all(x.isfinite().all() for x in torch.autograd.grad(out.sum(), (q, k, v)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("value", "width"), [(0.1, 2048), (3.3, 512), (100.1, 96)])
+def test_pffn_of_constant_rows(value: float, width: int, dtype: torch.dtype) -> None:
+    """Variance 0: LayerNorm is 0, and rounding of the mean must not be divided by the deviation."""
+    offsets = torch.tensor([0, 3])
+    q = torch.full((3, 8, width // 8), value, dtype=dtype)
+    k, v = (torch.randn(3, 8, width // 8, dtype=dtype) for _ in range(2))
+    out = pffn(q, k, v, offsets, offsets, 3, 3)
+    torch.testing.assert_close(out, q, rtol=0, atol=2e-3 if dtype != torch.bfloat16 else value / 64)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_pffn_without_queries(dtype: torch.dtype) -> None:
+    q, k, v = (torch.randn(n, 8, 256, dtype=dtype, requires_grad=True) for n in (0, 60, 60))
+    out = pffn(q, k, v, torch.tensor([0, 0]), torch.tensor([0, 60]), 0, 60)
+    assert out.shape == q.shape
+    dq, dk, dv = torch.autograd.grad(out.sum(), (q, k, v))
+    assert dq.shape == q.shape and not dk.any() and not dv.any()
+
+
+@pytest.mark.parametrize("window", [(-1, 2**63 - 1), (2**63 - 1, -1), (2**63 - 1, 2**63 - 1)])
+def test_windows_as_wide_as_integers(window: tuple[int, int]) -> None:
+    q = torch.ones(3, 1, 8)
+    offsets = torch.tensor([0, 3])
+    for activation in ("relu", "silu"):
+        wide, none = (gdpa(q, q, q, offsets, offsets, 3, 3, activation=activation, window=w) for w in (window, (-1, -1)))
+        torch.testing.assert_close(wide, none)
+    wide, none = (jagged_attention(q, q, q, offsets, offsets, 3, 3, window=w) for w in (window, (-1, -1)))
+    torch.testing.assert_close(wide, none)
+
+
+def test_pffn_needs_offsets() -> None:
+    q = torch.ones(3, 1, 8)
+    with pytest.raises(TypeError, match="q_offsets must be a tensor"):
+        pffn(q, q, q, None, torch.tensor([0, 3]), 3, 3)  # type: ignore[arg-type]

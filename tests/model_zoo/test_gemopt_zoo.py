@@ -6,6 +6,7 @@ import torch
 import gemopt
 from gemopt.model_zoo import zoo
 from gemopt.model_zoo.example import example_batch, example_schema
+from gemopt.model_zoo.parts.embeddings import torchrec_available
 from gemopt.testing import assert_equivalent
 from tests.hostile.common import sweep
 
@@ -73,3 +74,24 @@ def test_wukong_outputs_equal_eager():
         for task in SCHEMA.tasks:
             torch.testing.assert_close(found[task], expected[task], rtol=1e-5, atol=1e-6)
     assert compiled.report.steps_packed == 2
+
+
+@pytest.mark.skipif(not torchrec_available(), reason="needs torchrec")
+@pytest.mark.parametrize("name", ["hstu", pytest.param("gem", marks=sweep), pytest.param("sasrec", marks=sweep)])
+def test_torchrec_tables_under_gemopt(name):
+    """In fp32 against eager alone: fbgemm's CPU kernels have no fp64, which `assert_equivalent` compares with."""
+    torch.manual_seed(0)
+    model = zoo.build(name, ONE_HISTORY, "tiny", embeddings="torchrec")
+    compiled = gemopt.compile(model, inner="eager", strict=True, recipe=gemopt.Recipe(min_saving=0.0))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    for seed in range(2):
+        batch = example_batch(ONE_HISTORY, 5, fill=0.4, seed=seed)
+        outs = [function(batch) for function in (model, compiled)]
+        grads = [torch.autograd.grad(sum(x.sum() for x in out.values()), trained, allow_unused=True) for out in outs]
+        for task in ONE_HISTORY.tasks:
+            torch.testing.assert_close(outs[1][task], outs[0][task], rtol=1e-5, atol=1e-6)
+        for eager, packed in zip(*grads, strict=True):
+            assert (eager is None) == (packed is None)
+            if eager is not None:
+                torch.testing.assert_close(packed, eager, rtol=1e-3, atol=1e-5)
+    assert compiled.report.steps_packed > 0 and compiled.report.rewrites

@@ -62,8 +62,8 @@ struct Sequence {
         if (positions()) return;
         const i64 at = i + shift;
         if (call.causal) high = std::min(high, at + 1);
-        if (call.right >= 0) high = std::min(high, at + call.right + 1);
-        if (call.left >= 0) low = std::max(low, at - call.left);
+        if (call.right >= 0 && call.right < lk - at) high = std::min(high, at + call.right + 1);  // without overflow
+        if (call.left >= 0 && call.left < at) low = std::max(low, at - call.left);
         high = std::max(high, (i64)0);
         low = std::min(low, high);
     }
@@ -149,7 +149,7 @@ void forward_task(const Call& c, i64 b, i64 kv_head, Scratch& scratch) {
     s.shift = c.bottom_right ? s.lk - s.lq : 0;
     const i64 sharing = c.heads / c.kv_heads, ld = round_up(s.lk, W), dvp = round_up(c.dv_size, W);
     const i64 block = block_rows(s.lk);
-    scratch.reset(c.d * ld + s.lk * dvp + block * (ld + dvp) + ld);
+    scratch.reset(c.d * ld + s.lk * dvp + block * (ld + dvp) + ld, 16);
     if (s.lq == 0) return;
     const float* k = c.k + s.k_start * c.k_stride[0] + kv_head * c.k_stride[1];
     const float* v = c.v + s.k_start * c.v_stride[0] + kv_head * c.v_stride[1];
@@ -244,7 +244,7 @@ void backward_task(const Call& c, i64 b, i64 kv_head, float* dbias, Scratch& scr
     s.shift = c.bottom_right ? s.lk - s.lq : 0;
     const i64 sharing = c.heads / c.kv_heads, ld = round_up(s.lk, W);
     const i64 dp_ = round_up(c.d, W), dvp = round_up(c.dv_size, W), block = block_rows(s.lk);
-    scratch.reset((c.d + c.dv_size + 2 * block + 1) * ld + (2 * s.lk + block) * (dp_ + dvp) + block * dp_);
+    scratch.reset((c.d + c.dv_size + 2 * block + 1) * ld + (2 * s.lk + block) * (dp_ + dvp) + block * dp_, 32);
     const float* k = c.k + s.k_start * c.k_stride[0] + kv_head * c.k_stride[1];
     const float* v = c.v + s.k_start * c.v_stride[0] + kv_head * c.v_stride[1];
     const float* kt = transposed(k, c.k_stride[0], s.lk, c.d, ld, scratch);

@@ -90,11 +90,18 @@ struct Task {
     }
 };
 
+// q - mean, twice: what rounding leaves of the mean would be divided by the deviation, which may be 0.
+void centre(const float* q, float mean, i64 n, float* centred) {
+    for (i64 x = 0; x < n; x++) centred[x] = q[x] - mean;
+    const float rest = sum(centred, n) / n;
+    for (i64 x = 0; x < n; x++) centred[x] -= rest;
+}
+
 void layer_norm(const Call& c, i64 t, i64 n) {
     const float* q = c.q + t * n;
     float* ln = c.ln + t * n;
     const float mean = sum(q, n) / n;
-    for (i64 x = 0; x < n; x++) ln[x] = q[x] - mean;
+    centre(q, mean, n, ln);
     const float rstd = 1.0f / std::sqrt(dot(ln, ln, n) / n + c.eps);
     c.stats[t] = mean, c.stats[c.rows + t] = rstd;
     for (i64 x = 0; x < n; x++) ln[x] *= rstd;
@@ -110,7 +117,7 @@ void forward_task(const Call& c, i64 b, Scratch& scratch) {
     Task task(c, b);
     if (task.lq <= 0) return;
     const i64 n = task.width, ld = task.ld, dp = task.dp;
-    scratch.reset(c.kv_heads * (c.d * ld + task.lk * dp) + BLOCK * (ld + dp));
+    scratch.reset(c.kv_heads * (c.d * ld + task.lk * dp) + BLOCK * (ld + dp), 2 * c.kv_heads + 8);
     task.read(scratch, false);
     float *s = scratch.take(BLOCK * ld), *result = scratch.take(BLOCK * dp);
     for (i64 a = task.start; a < task.start + task.lq; a += BLOCK) {
@@ -154,9 +161,10 @@ void layer_norm_gradient(const Call& c, i64 t, i64 n, float* dx, float* normed, 
     const float mean = c.stats[t], rstd = c.stats[c.rows + t];
     const float* dout = c.dout + t * n;
     float* dq = c.dq + t * n;
-    if (c.q)
-        for (i64 x = 0; x < n; x++) normed[x] = (c.q[t * n + x] - mean) * rstd;
-    else
+    if (c.q) {
+        centre(c.q + t * n, mean, n, normed);
+        for (i64 x = 0; x < n; x++) normed[x] *= rstd;
+    } else
         std::copy(c.ln + t * n, c.ln + (t + 1) * n, normed);
     if (dweight)
         for (i64 x = 0; x < n; x++) dweight[x] += dx[x] * normed[x];
@@ -172,7 +180,7 @@ void backward_task(const Call& c, i64 b, i64 part, Scratch& scratch) {
     Task task(c, b);
     const i64 n = task.width, ld = task.ld, dp = task.dp, lk = task.lk;
     const i64 wide = round_up(n, W);
-    scratch.reset(c.kv_heads * (2 * c.d * ld + 3 * lk * dp) + BLOCK * (2 * ld + 3 * dp + 2 * wide) + wide);
+    scratch.reset(c.kv_heads * (2 * c.d * ld + 3 * lk * dp) + BLOCK * (2 * ld + 3 * dp + 2 * wide) + wide, 3 * c.kv_heads + 16);
     task.read(scratch, true);
     float *dk = scratch.take(c.kv_heads * lk * dp), *dv = scratch.take(c.kv_heads * lk * dp);
     std::fill(dk, dk + c.kv_heads * lk * dp, 0.0f);

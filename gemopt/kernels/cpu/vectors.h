@@ -110,12 +110,13 @@ inline vec exp_of(vec x) {
 
 // Growing scratch memory of one thread, in pieces that begin with a line of the cache, lest vectors lie across two of them.
 struct Scratch {
-    static constexpr size_t LINE = 16, PIECES = 1024;  // floats of a line; pieces for which `reset` leaves room
+    static constexpr size_t LINE = 16;  // floats of a line of the cache
     std::vector<float> memory;
     size_t used = 0;
-    void reset(size_t wanted) {
+    // Room for `wanted` floats in at most `pieces` pieces.
+    void reset(size_t wanted, size_t pieces) {
         used = 0;
-        wanted += (PIECES + 1) * LINE;
+        wanted += (pieces + 1) * LINE;
         if (memory.size() < wanted) memory.resize(wanted);
     }
     float* take(size_t n) {

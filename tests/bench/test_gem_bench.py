@@ -190,7 +190,7 @@ def test_quality_plans_and_figures(load, monkeypatch, tmp_path, capsys):
     assert len(names) == len(set(names)) == 3 * (2 * 2 + 3 + 1)
     assert ("movielens", "sasrec", "gemopt", 0) not in names and ("movielens", "gem small", "gemopt", 2) in names
     rates = {c.config: (c.lr, c.warmup) for c, _ in quality.plans(options) if c.data != "movielens"}
-    assert rates == {"tiny": (3e-3, 50), "base": (2e-4, 200)}
+    assert rates == {"tiny": (3e-3, 50), "base": (3e-4, 200)}
 
     apart = [["--seeds", "2", "--config", "tiny"], ["--seeds", "1", "--first-seed", "2", "--config", "tiny"]]
     plans = [quality.plans(quality.parser().parse_args([*a, "--steps", "9", "--movielens-steps", "9"])) for a in apart]

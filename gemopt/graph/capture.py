@@ -220,8 +220,9 @@ def trace_copy(x: Any) -> Any:
         if x.requires_grad and not x.is_leaf:  # may be written in place, as a leaf may not
             with torch.enable_grad():
                 return _Computed.apply(x.detach(), x.new_empty((), requires_grad=True))
-    except RuntimeError as error:  # a view that eager does not write either (of several, or made by a custom Function):
-        if "modified inplace" not in str(error):  # a leaf does as well
+    except RuntimeError as error:
+        # A view that eager does not write either, one of several or made by a custom Function: a leaf does as well.
+        if "modified inplace" not in str(error):
             raise
     return x.detach().requires_grad_(x.requires_grad)
 

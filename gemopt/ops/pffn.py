@@ -17,6 +17,7 @@ from gemopt.kernels.cpu import native_pffn
 from gemopt.kernels.spec import AttentionSpec
 from gemopt.kernels.tiers import is_hopper
 from gemopt.ops.attention_checks import check_call
+from gemopt.ops.checks import check_tensor
 from gemopt.ops.define import op
 from gemopt.ops.dispatch import attention_kernels
 from gemopt.ops.pffn_mixed import pffn_mixed
@@ -170,8 +171,7 @@ def pffn(
         ValueError, TypeError: arguments of wrong rank, size, dtype, device or value.
     """
     for name, offsets in (("q_offsets", q_offsets), ("k_offsets", k_offsets)):
-        if not isinstance(offsets, Tensor):
-            raise TypeError(f"{OP}: {name} must be a tensor, got {type(offsets).__name__}; queries are not shared here")
+        check_tensor(OP, name, offsets)
     added = None if rms_eps is None else float(rms_eps)
     args = (q_offsets, k_offsets, max_q, max_k, activation, float(scale), float(post_scale), float(eps), added)
     mixed = _is_mixed(q, k, dtype)

@@ -75,6 +75,12 @@ def _bounds(spec: AttentionSpec, q_rows: int, k_rows: int) -> Bounds:
 
 def _read(name: str, offsets: Tensor, rows: int) -> np.ndarray:
     array: np.ndarray = offsets.detach().to(torch.int64).numpy().copy()  # what is remembered must not keep the offsets alive
+    check_offsets(name, array, rows)
+    return array
+
+
+def check_offsets(name: str, array: np.ndarray, rows: int) -> None:
+    """Raise ValueError unless offsets start at 0, never decrease and end within the rows they index."""
     if len(array) == 0:
         raise ValueError(f"jagged_attention: {name} must have at least one element, got 0")
     if array[0] != 0 or array[-1] > rows or (np.diff(array) < 0).any():
@@ -83,4 +89,3 @@ def _read(name: str, offsets: Tensor, rows: int) -> np.ndarray:
             f"jagged_attention: {name} must start at 0, never decrease and end at no more than the "
             f"{rows} rows of {name[0]}, got [{shown}] ending at {array[-1]}"
         )
-    return array

@@ -5,14 +5,14 @@ number of threads.
 """
 
 import ctypes
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from gemopt.kernels.cpu import native_build, workers
+from gemopt.kernels.cpu import native_build
+from gemopt.kernels.cpu.arguments import Arguments
 from gemopt.kernels.cpu.bounds import Bounds
 from gemopt.kernels.spec import ACTIVATIONS, AttentionSpec
 from gemopt.ops import dropout as generator
@@ -22,9 +22,6 @@ from gemopt.ops import dropout as generator
 CACHED = 50_000
 # A shared bias is summed in this many parts, whatever the number of threads, so that its gradient is always the same.
 BIAS_PARTS = 8
-
-# A thread is worth waking for a tenth of a millisecond.
-FLOPS_PER_THREAD = 2_000_000
 
 _P, _I = ctypes.c_void_p, ctypes.c_int64
 
@@ -48,22 +45,17 @@ class _Call(ctypes.Structure):
     ]
 
 
-class Job:
-    """One call's arguments, with the tensors they point into."""
+class Job(Arguments):
+    """Those of an attention."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, bounds: Bounds) -> None:
-        self.call = _Call()
-        self.keep: list[Any] = []
-        self.flops = 2 * q.shape[1] * (q.shape[2] + v.shape[2]) * int(bounds.work.sum())
-        call = self.call
+        call = _Call()
+        flops = 2 * q.shape[1] * (q.shape[2] + v.shape[2]) * int(bounds.work.sum())
+        super().__init__(call, len(bounds.order) * k.shape[1], flops)
         call.sequences, call.heads, call.kv_heads = len(bounds.order), q.shape[1], k.shape[1]
         call.d, call.dv_size, call.parts = q.shape[2], v.shape[2], BIAS_PARTS
-        self.next = ctypes.c_int64(0)
-        call.next = ctypes.addressof(self.next)
         for name, array in (("order", bounds.order), ("q_offsets", bounds.q), ("k_offsets", bounds.k)):
-            array = np.ascontiguousarray(array)
-            self.keep.append(array)
-            setattr(call, name, array.ctypes.data)
+            self.array(name, array)
         for name, x in (("q", q), ("k", k), ("v", v)):
             self.rows(name, x)
         for name, index in (("q_pos", spec.q_positions), ("k_pos", spec.k_positions)):
@@ -74,26 +66,13 @@ class Job:
         call.causal, call.bottom_right = spec.causal, spec.bottom_right
         call.scale, call.post_scale = spec.scale, spec.post_scale
         if not spec.softmax:
-            self.keep.append(acts := numbers(spec, q.shape[1]))
-            call.activations = acts.ctypes.data
+            self.array("activations", numbers(spec, q.shape[1]))
         call.dropout = spec.dropout_p > 0
         if spec.dropout_p > 0:
             assert spec.seed is not None
             seed = int(spec.seed)
             call.seed_low, call.seed_high = seed & generator.MASK32, (seed >> 32) & generator.MASK32
             call.threshold, call.multiplier = generator.threshold(spec.dropout_p), generator.multiplier(spec.dropout_p)
-
-    def point(self, name: str, x: Tensor) -> None:
-        self.keep.append(x)
-        setattr(self.call, name, x.data_ptr())
-
-    def rows(self, name: str, x: Tensor) -> None:
-        """A `[rows, heads, features]` input: fp32, features dense."""
-        x = x.to(torch.float32)
-        if x.stride(2) != 1 and x.shape[2] > 1:
-            x = x.contiguous()
-        self.point(name, x)
-        setattr(self.call, f"{name}_stride", (_I * 2)(x.stride(0), x.stride(1)))
 
     def _tables(self, spec: AttentionSpec) -> None:
         bias = None if spec.bias is None else spec.bias.to(torch.float32)
@@ -110,21 +89,6 @@ class Job:
         self.call.dbias_stride = _strides(dbias[0])
         self.call.dbias_size = dbias[0].numel() if parts > 1 else 0
         return dbias
-
-    def run(self, function: Any) -> None:
-        share(function, self.call, self.call.sequences * self.call.kv_heads, self.flops)
-
-
-def share(function: Any, call: ctypes.Structure, tasks: int, flops: int) -> None:
-    """Call `function` on as many workers as are worth waking, until the tasks of `call` are done."""
-    threads = max(1, min(torch.get_num_threads(), tasks, flops // FLOPS_PER_THREAD))
-    address = ctypes.addressof(call)
-    if threads == 1:
-        function(address, 1)
-    elif native_build.has_threads():
-        function(address, torch.get_num_threads())  # all: OpenMP makes a team of another size anew
-    else:
-        workers.run([partial(function, address, 1)] * threads, limit=torch.get_num_threads())
 
 
 def numbers(spec: AttentionSpec, heads: int) -> np.ndarray:

@@ -4,13 +4,13 @@ Results do not depend on the number of threads.
 """
 
 import ctypes
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from gemopt.kernels.cpu import native, native_build
+from gemopt.kernels.cpu.arguments import Arguments
 from gemopt.kernels.cpu.bounds import Bounds, bounds
 from gemopt.kernels.spec import AttentionSpec
 from gemopt.kernels.tiers import use_triton
@@ -23,7 +23,7 @@ Weights = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 class _Call(ctypes.Structure):
-    """As in pffn.cpp."""
+    """`PffnCall` of pffn.cpp."""
 
     _fields_ = [
         *((name, _P) for name in ("q", "k", "v", "dout", "out", "ln", "stats", "g", "dq", "dk", "dv")),
@@ -42,38 +42,25 @@ def serves(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> bool:
     return min(spec.max_k, k.shape[0]) * k.shape[1] * (k.shape[2] + v.shape[2]) <= CACHED and native_build.load() is not None
 
 
-class _Job:
-    """One call's arguments, with the tensors they point into. Raises ValueError for offsets that do not fit."""
+class _Job(Arguments):
+    """Those of one call. Raises ValueError for offsets that do not fit."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, eps: float, rms_eps: float, weights: Weights):
         self.bounds: Bounds = bounds(spec, q.shape[0], k.shape[0])
-        self.call = call = _Call()
-        self.keep: list[Any] = []
-        self.next = ctypes.c_int64(0)
-        call.next = ctypes.addressof(self.next)
-        call.sequences, call.parts = len(self.bounds.order), native.BIAS_PARTS
+        call, sequences = _Call(), len(self.bounds.order)
+        super().__init__(call, sequences + 1, 4 * q.shape[1] * q.shape[2] * int(self.bounds.work.sum()))
+        call.sequences, call.parts = sequences, native.BIAS_PARTS
         call.rows, call.heads, call.kv_heads, call.d = q.shape[0], q.shape[1], k.shape[1], q.shape[2]
-        order = np.append(self.bounds.order, call.sequences)
-        offsets = (("q_offsets", self.bounds.q), ("k_offsets", self.bounds.k))
-        for name, array in (*offsets, ("order", order), ("activations", native.numbers(spec, q.shape[1]))):
-            self.keep.append(array := np.ascontiguousarray(array))
-            setattr(call, name, array.ctypes.data)
-        for name, x in (("k", k), ("v", v)):
-            x = x if x.stride(2) == 1 or x.shape[2] == 1 else x.contiguous()
-            self.point(name, x)
-            setattr(call, f"{name}_stride", (_I * 2)(x.stride(0), x.stride(1)))
+        self.array("order", np.append(self.bounds.order, sequences))
+        self.array("q_offsets", self.bounds.q)
+        self.array("k_offsets", self.bounds.k)
+        self.array("activations", native.numbers(spec, q.shape[1]))
+        self.rows("k", k)
+        self.rows("v", v)
         for name, weight in zip(("weight", "bias", "rms_weight"), weights, strict=True):
             if weight is not None:
                 self.point(name, weight.contiguous())
         call.scale, call.post_scale, call.eps, call.rms_eps = spec.scale, spec.post_scale, eps, rms_eps
-        self.flops = 4 * q.shape[1] * q.shape[2] * int(self.bounds.work.sum())
-
-    def point(self, name: str, x: Tensor) -> None:
-        self.keep.append(x)
-        setattr(self.call, name, x.data_ptr())
-
-    def run(self, function: Any) -> None:
-        native.share(function, self.call, self.call.sequences + 1, self.flops)
 
 
 def forward(

@@ -16,7 +16,7 @@
 #include "activations.h"
 #include "vectors.h"
 
-struct Call {
+struct PffnCall {
     const float *q, *k, *v, *dout;         // q and dout [T, H D]; of k and v row and head strides below
     float *out, *ln, *stats, *g;           // [T, H D], stats [2, T]: mean, 1/deviation; the backward reads the last three
     float *dq, *dk, *dv;                   // contiguous
@@ -55,12 +55,12 @@ float sum(const float* a, i64 n) {
 
 // One sequence: its rows of q, and its keys and values, by head.
 struct Task {
-    const Call& c;
+    const PffnCall& c;
     i64 start, lq, k_start, lk, width, ld, dp;
     std::vector<const float*> kt, vt;
     std::vector<Rows> keys, values;
 
-    Task(const Call& c, i64 b) : c(c), width(c.heads * c.d), dp(round_up(c.d, W)) {
+    Task(const PffnCall& c, i64 b) : c(c), width(c.heads * c.d), dp(round_up(c.d, W)) {
         const bool spare = b == c.sequences;  // rows after the last sequence have no keys
         start = c.q_offsets[b], lq = (spare ? c.rows : c.q_offsets[b + 1]) - start;
         k_start = spare ? 0 : c.k_offsets[b], lk = spare ? 0 : c.k_offsets[b + 1] - k_start;
@@ -97,7 +97,7 @@ void centre(const float* q, float mean, i64 n, float* centred) {
     for (i64 x = 0; x < n; x++) centred[x] -= rest;
 }
 
-void layer_norm(const Call& c, i64 t, i64 n) {
+void layer_norm(const PffnCall& c, i64 t, i64 n) {
     const float* q = c.q + t * n;
     float* ln = c.ln + t * n;
     const float mean = sum(q, n) / n;
@@ -111,9 +111,9 @@ void layer_norm(const Call& c, i64 t, i64 n) {
         for (i64 x = 0; x < n; x++) ln[x] += c.bias[x];
 }
 
-float rms_scale(const Call& c, const float* g, i64 n) { return 1.0f / std::sqrt(dot(g, g, n) / n + c.rms_eps); }
+float rms_scale(const PffnCall& c, const float* g, i64 n) { return 1.0f / std::sqrt(dot(g, g, n) / n + c.rms_eps); }
 
-void forward_task(const Call& c, i64 b, Scratch& scratch) {
+void forward_task(const PffnCall& c, i64 b, Scratch& scratch) {
     Task task(c, b);
     if (task.lq <= 0) return;
     const i64 n = task.width, ld = task.ld, dp = task.dp;
@@ -146,7 +146,7 @@ void forward_task(const Call& c, i64 b, Scratch& scratch) {
 }
 
 // dg of one row; `normed` is room for a row.
-void rms_gradient(const Call& c, i64 t, i64 n, float* dg, float* normed, float* drms) {
+void rms_gradient(const PffnCall& c, i64 t, i64 n, float* dg, float* normed, float* drms) {
     const float *g = c.g + t * n, *dout = c.dout + t * n, r = rms_scale(c, g, n);
     for (i64 x = 0; x < n; x++) normed[x] = g[x] * r;
     for (i64 x = 0; x < n; x++) dg[x] = c.rms_weight ? dout[x] * c.rms_weight[x] : dout[x];
@@ -157,7 +157,7 @@ void rms_gradient(const Call& c, i64 t, i64 n, float* dg, float* normed, float* 
 }
 
 // dq of one row from dx, which is spoilt.
-void layer_norm_gradient(const Call& c, i64 t, i64 n, float* dx, float* normed, float* dweight, float* dbias) {
+void layer_norm_gradient(const PffnCall& c, i64 t, i64 n, float* dx, float* normed, float* dweight, float* dbias) {
     const float mean = c.stats[t], rstd = c.stats[c.rows + t];
     const float* dout = c.dout + t * n;
     float* dq = c.dq + t * n;
@@ -176,7 +176,7 @@ void layer_norm_gradient(const Call& c, i64 t, i64 n, float* dx, float* normed, 
     for (i64 x = 0; x < n; x++) dq[x] = (dx[x] - all - normed[x] * along) * rstd + dout[x];
 }
 
-void backward_task(const Call& c, i64 b, i64 part, Scratch& scratch) {
+void backward_task(const PffnCall& c, i64 b, i64 part, Scratch& scratch) {
     Task task(c, b);
     const i64 n = task.width, ld = task.ld, dp = task.dp, lk = task.lk;
     const i64 wide = round_up(n, W);
@@ -221,8 +221,8 @@ void backward_task(const Call& c, i64 b, i64 part, Scratch& scratch) {
 
 }  // namespace
 
-// Threads share the tasks of a Call through `next`, whoever brings them.
-extern "C" void gemopt_pffn_forward(const Call* call, i64 threads) {
+// Threads share the tasks of a PffnCall through `next`, whoever brings them.
+extern "C" void gemopt_pffn_forward(const PffnCall* call, i64 threads) {
     on_threads(threads, [call] {
         static thread_local Scratch scratch;
         for (i64 t; (t = call->next->fetch_add(1)) <= call->sequences;) forward_task(*call, call->order[t], scratch);
@@ -230,7 +230,7 @@ extern "C" void gemopt_pffn_forward(const Call* call, i64 threads) {
 }
 
 // With gradients of weights, a thread takes a whole part (every parts-th sequence), whose sums have memory of their own.
-extern "C" void gemopt_pffn_backward(const Call* call, i64 threads) {
+extern "C" void gemopt_pffn_backward(const PffnCall* call, i64 threads) {
     on_threads(threads, [call] {
         static thread_local Scratch scratch;
         if (!call->dweight && !call->dbias && !call->drms) {

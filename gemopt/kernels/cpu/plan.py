@@ -12,8 +12,11 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from gemopt.kernels.cpu.bounds import check_offsets
 
 Offsets = tuple[int, ...]
 
@@ -159,21 +162,10 @@ def _round_up(length: int) -> int:
     return -(-length // 16) * 16
 
 
-def _check(name: str, offsets: Offsets, rows: int) -> None:
-    if not offsets:
-        raise ValueError(f"jagged_attention: {name} must have at least one element, got 0")
-    if offsets[0] != 0 or offsets[-1] > rows or any(a > b for a, b in pairwise(offsets)):
-        shown = ", ".join(map(str, offsets[:8])) + (", ..." if len(offsets) > 8 else "")
-        raise ValueError(
-            f"jagged_attention: {name} must start at 0, never decrease and end at no more than the "
-            f"{rows} rows of {name[0]}, got [{shown}] ending at {offsets[-1]}"
-        )
-
-
 @lru_cache(maxsize=64)
 def _build(q_offsets: Offsets, k_offsets: Offsets, q_rows: int, k_rows: int, dense: bool) -> Plan:
-    _check("q_offsets", q_offsets, q_rows)
-    _check("k_offsets", k_offsets, k_rows)
+    check_offsets("q_offsets", np.array(q_offsets), q_rows)
+    check_offsets("k_offsets", np.array(k_offsets), k_rows)
     lengths = [(q1 - q0, k1 - k0) for (q0, q1), (k0, k1) in zip(pairwise(q_offsets), pairwise(k_offsets), strict=True)]
     active = [b for b, (lq, lk) in enumerate(lengths) if lq and lk]
     q_covered = sum(lengths[b][0] for b in active) == q_rows

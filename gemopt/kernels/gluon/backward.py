@@ -100,7 +100,7 @@ def produce(
     x1_desc, x2_desc, y1_desc, y2_desc, x1, x2, y1, y2, columns, stats, q_rows, queue, sharing, band,
     KEY_SIDE: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, ACT: gl.constexpr, SHARED_Q: gl.constexpr,
 ):  # fmt: skip
-    """The copying warp. `heads` are those of x; y has `sharing` times as many on the key side, as many fewer else.
+    """The copying warp. The heads of items are those of x; y has `sharing` times as many on the key side, as many fewer else.
 
     SHARED_Q: all sequences read the first rows of Q.
     """

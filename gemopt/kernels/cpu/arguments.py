@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gemopt.kernels.cpu import native_build, workers
 
-# A thread is worth waking for a tenth of a millisecond.
+# A thread is worth waking for a tenth of a millisecond, at 20 GFLOP/s.
 FLOPS_PER_THREAD = 2_000_000
 
 
@@ -40,12 +40,12 @@ class Arguments:
         setattr(self.call, f"{name}_stride", (ctypes.c_int64 * 2)(x.stride(0), x.stride(1)))
 
     def run(self, function: Any) -> None:
-        """Call `function` on as many workers as are worth waking, until the tasks are done."""
+        """Call `function` until the tasks are done, once: here, or on threads if there is enough to do for two."""
         threads = max(1, min(torch.get_num_threads(), self.tasks, self.flops // FLOPS_PER_THREAD))
         address = ctypes.addressof(self.call)
         if threads == 1:
             function(address, 1)
         elif native_build.has_threads():
-            function(address, torch.get_num_threads())  # all: OpenMP makes a team of another size anew
+            function(address, torch.get_num_threads())  # all: OpenMP takes long to make a team of another size
         else:
             workers.run([partial(function, address, 1)] * threads, limit=torch.get_num_threads())

@@ -10,10 +10,11 @@ the weights are there, the one for dK last: dS is stored during the first, dQ_ti
 two forms:
 
 - tile by tile: each dQ_tile is added to an fp32 tensor in global memory (zeros, or dO where the op adds Q) with TMA's
-  reduction, and the caller casts the sum. The order of the additions is not fixed, so dQ of sequences with more than two key
-  tiles (with dO: more than one) may differ in its last bits from run to run; dK and dV do not.
+  reduction, and the caller casts the sum. The order of the additions is not fixed, so where more than two tiles are added to a
+  row (with dO: more than one; of shared queries the tiles of all sequences count) its last bits may differ from run to run;
+  those of dK and dV do not.
   If every program has zeros of its own (OWN_SUMS) and lets an addition end before the next begins, each sum has one order:
-  the same bits in every run, for as many times the memory, which few queries afford. SHARED_Q: the sums of all sequences
+  the same bits in every run, once the caller has added them up, for as many times the memory: only where queries are few. SHARED_Q: the sums of all sequences
   are one, since their queries are.
 - OWNER: a program owns all keys of a sequence and head and visits their tiles in order. It stores the first partial sum,
   adds the middle ones, and completes the last in registers, in the dtype of dQ: no zeros, no cast, and the same bits in
@@ -113,7 +114,7 @@ def consume(
     item = 0
     turn = 0
     loads = 0
-    drawn = 0  # OWNER: sequences, which may have many turns
+    drawn = 0  # items; under OWNER one has a turn for every key tile
     t = queue.first()
     while t >= 0:
         head, begin, k_start, k_len, q_start, q_len = queue.tile(t)
@@ -208,7 +209,7 @@ def consume(
             turn += 1
             if sums.OWNER:
                 turn = settle(turn)
-        t = queue.take(drawn if sums.OWNER else turn - 1)  # equal but for OWNER; one counter less to keep
+        t = queue.take(drawn if sums.OWNER else turn - 1)  # equal unless OWNER: a register less
         drawn += 1
 
 
@@ -255,7 +256,7 @@ def attention_backward_fused(
 ):
     """x = (K, V), y = (Q, dO), d = (dK, dV); `heads` are the key heads; D == DV.
 
-    dq_desc is over an fp32 sum of `sum_rows` rows, zeros unless OWNER, or one of them for each program (OWN_SUMS); final_desc
+    dq_desc is over an fp32 sum of `sum_rows` rows (zeros or dO at first, unless OWNER), or one of them for each program (OWN_SUMS); final_desc
     is over dQ and base_desc over dO (OWNER with ADD).
     """
     PARTS: gl.constexpr = 2

@@ -8,7 +8,7 @@ one with the longest turns (ARCHITECTURE.md has the figures).
 A program starts with the item of its own number, if there is one, and after each item draws the next, so a launch draws
 exactly as often as there are items. Who draws last sets the counter back for the next launch with this list: a list serves
 one launch at a time.
-FIXED: turns by number, for sums whose order must not change from run to run.
+FIXED: program p takes the items p, p + programs and on instead, for sums whose order must not change from run to run.
 """
 
 from triton.experimental import gluon
@@ -24,7 +24,7 @@ SLOTS = gl.constexpr(4)
 
 @builtin
 def _barrier(_semantic=None):
-    """Of the threads of a partition. Gluon's own has another name in every version."""
+    """Waits for all threads of a partition: gl.thread_barrier of triton 3.6, gl.barrier of 3.7."""
     return _semantic.debug_barrier()
 
 

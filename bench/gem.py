@@ -13,8 +13,8 @@ forward pass; all contestants are credited with the same. Peak memory is what th
 Contestants that do not fit together are timed apart, as with ``--apart``: each is compiled, warmed up, timed and freed
 before the next starts; what the allocator reserved for it, pools of CUDA graphs included, is ``peak_reserved_gib``
 (None for those that shared memory). A contestant that does not fit alone is recorded as such; with ``--fit`` the batch is
-halved until torch.compile and gemopt fit. Results are merged into ``bench/results/gem-<machine>.json`` (or ``--out``) as soon as they
-are known.
+halved until torch.compile and gemopt fit. Results are merged into ``gem-<machine>.json`` of ``bench/results`` (or of the
+folder ``--out``) as soon as they are known.
 """
 
 from __future__ import annotations
